@@ -155,6 +155,49 @@ def tensor_filled() -> Pair:
     return (lambda: tensor), (lambda model: tensor.fill_(0.25))
 
 
+def length_of_a_tensor() -> Pair:
+    holder = types.SimpleNamespace(rows=torch.ones(3))
+    return (lambda: 3.0 / len(holder.rows)), (lambda model: setattr(holder, "rows", torch.ones(12)))
+
+
+def presence_of_a_tensor() -> Pair:
+    holder = types.SimpleNamespace(mask=torch.ones(()))
+    return (lambda: 1.0 if holder.mask is not None else 0.25), (lambda model: setattr(holder, "mask", None))
+
+
+def type_of_a_tensor() -> Pair:
+    holder = types.SimpleNamespace(mask=torch.ones(3))
+
+    def change(model: Any) -> None:
+        holder.mask.data = holder.mask.data.double()
+
+    return (lambda: 1.0 if holder.mask.dtype is torch.float32 else 0.25), change
+
+
+def transposed_in_place() -> Pair:
+    matrix = torch.tensor([[1.0, 1.0], [0.25, 1.0]])
+    return (lambda: matrix[0, 1]), (lambda model: matrix.t_())
+
+
+def resized_in_place() -> Pair:
+    values = torch.ones(8)
+    return (lambda: values.sum() / 8), (lambda model: setattr(values, "data", values.data[:2]))
+
+
+def entry_by_an_object() -> Pair:
+    key = Settings()
+    table = {key: 1.0}
+    return (lambda: table[key]), (lambda model: table.update({key: 0.25}))
+
+
+def setting_of_a_library() -> Pair:
+    torch.backends.cudnn.benchmark_limit = 10
+    return (
+        (lambda: 1.0 if torch.backends.cudnn.benchmark_limit == 10 else 0.25),
+        (lambda model: setattr(torch.backends.cudnn, "benchmark_limit", 9)),
+    )
+
+
 def another_function() -> Pair:
     holder = types.SimpleNamespace(function=lambda: 1.0)
     return (lambda: holder.function()), (lambda model: setattr(holder, "function", lambda: 0.25))
@@ -172,7 +215,10 @@ READS: dict[str, Callable[[], Pair]] = {
     "a number of NumPy": numpy_number, "an array in place": numpy_in_place, "a context variable": context_variable,
     "itertools.count": count, "random.Random": generator_of_python, "np.random.Generator": generator_of_numpy,
     "torch.Generator": generator_of_pytorch, "another tensor": tensor_replaced, "a tensor in place": tensor_filled,
-    "another function": another_function,
+    "another function": another_function, "the length of a tensor": length_of_a_tensor,
+    "whether there is a tensor": presence_of_a_tensor, "the type of a tensor": type_of_a_tensor,
+    "a tensor transposed in place": transposed_in_place, "a tensor made shorter": resized_in_place,
+    "an entry by an object": entry_by_an_object, "a setting of PyTorch": setting_of_a_library,
 }  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_any_gradient_or_output_that_is_off(at: int, caller: Any, monkeypatch: p
     def off(output: Any, parameters: Any) -> Any:
         found = results(output, parameters)
         runs.append(found)
-        if len(runs) == 2:  # the compiled one
+        if len(runs) == 3:  # the compiled one
             found[[name for name in found if "weight" in name or "gradient" not in name][at]].mul_(1.01)
         return found
 
@@ -134,7 +134,36 @@ def test_any_gradient_or_output_that_is_off(at: int, caller: Any, monkeypatch: p
     model, (x, y) = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), batch("cpu")
     with pytest.raises(VerificationError, match=r"differs by 0\.01 of its norm"):
         train_step(model)(x, y) if caller is plain_step else ol.fuse(model, verify=True)(x)
-    assert len(runs) == 3
+    assert len(runs) == 4
+
+
+class Noise(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize("layer", [Noise(), nn.RReLU()], ids=["noise", "rrelu"])
+def test_random_numbers_are_not_compared(layer: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(8, 16), layer, nn.Linear(16, 4)), batch("cpu")
+    assert torch.isfinite(train_step(model)(x, y))
+    assert "depend on random numbers" in caplog.text
+
+
+class GeM(nn.Module):
+    """A layer whose attribute `p` is no probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = 3.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().add(0.1).pow(self.p).pow(1 / self.p)
+
+
+def test_other_attributes_called_p_stay(caplog: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(8, 16), GeM(), nn.Dropout(0.5), nn.Linear(16, 4)), batch("cpu")
+    assert torch.isfinite(train_step(model)(x, y))
+    assert "random" not in caplog.text
 
 
 def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:

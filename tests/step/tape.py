@@ -117,7 +117,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def taped_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any = F.cross_entropy, accumulate: int = 1,
-    compile: bool = False,
+    compile: bool = False, tune: bool | None = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A step that is recorded on tapes, and its recordings."""
     step = ol.train_step(model, loss, optimizer, accumulate=accumulate, compile=False)
@@ -125,7 +125,7 @@ def taped_step(
     step._capturable = CapturableOptimizer(optimizer, torch.device("cpu:0"))
     step._plain = PlainStep(
         model, loss, optimizer, clip_norm=None, autocast=None, scaler=None, accumulate=accumulate, compile=compile, mode=None,
-        recorded=True,
+        recorded=True, tune=tune,
     )  # fmt: skip
     step._window = step._plain.window
     recordings: Any = Recordings(step._plain, step._capturable, "")

@@ -235,3 +235,99 @@ def test_autocast_around_the_call_counts() -> None:
     assert step.reason == ""
     assert len(set(losses[0::2])) == len(set(losses[1::2])) == 1
     assert losses[0] != losses[1]
+
+
+class HardOrSoft:
+    """A loss that reads other settings for other kinds of targets."""
+
+    hard = soft = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * (self.soft if target.dim() == 2 else self.hard)
+
+
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("compile", [False, True])
+def test_kinds_of_inputs_depend_on_what_each_reads(compile: bool) -> None:
+    model, loss = network(), HardOrSoft()
+    plain = copy.deepcopy(model)
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, compile=compile)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    (x, y), losses, expected = batches(1, "cpu")[0], [], []
+    for number in range(15):
+        target = y if number < 5 else F.one_hot(y, 4).float()
+        if number == 10:
+            assert len(recordings) == 2
+            loss.soft = 0.25
+        losses.append(float(step(x, target)))
+        optimizer.zero_grad()
+        value = loss(plain(x), target)
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    assert_same_course(losses, expected, LOSS_TOLERANCE)
+
+
+def scaled_gradients(optimizer: torch.optim.Optimizer) -> None:
+    def scale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.1)
+
+    optimizer.register_step_pre_hook(scale)
+
+
+def state_elsewhere(optimizer: torch.optim.Optimizer) -> None:
+    """As by a program that moves the state to the host and back."""
+    for state in optimizer.state.values():
+        state["momentum_buffer"].data = torch.zeros_like(state["momentum_buffer"])
+
+
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("change", [scaled_gradients, state_elsewhere])
+def test_changes_of_an_optimizer_count(change: Callable[[Any], None]) -> None:
+    model = network()
+    plain, data, losses, expected = copy.deepcopy(model), batches(14, "cpu"), [], []
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, plain))
+    step, _ = taped_step(model, mine)
+    for number, (x, y) in enumerate(data):
+        if number == 6:
+            change(mine)
+            change(theirs)
+        losses.append(float(step(x, y)))
+        theirs.zero_grad()
+        loss = F.cross_entropy(plain(x), y)
+        loss.backward()
+        theirs.step()
+        expected.append(loss.item())
+    assert step.reason == ""
+    assert_same_course(losses, expected, LOSS_TOLERANCE)
+
+
+class MaxNorm(nn.Linear):
+    """It gives its weight other memory in every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.5)
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_ctrl_c_during_a_recording_leaves_the_weights_where_they_were() -> None:
+    from tests.step.tape import is_recording
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if is_recording():
+            raise KeyboardInterrupt
+        return F.cross_entropy(output, target)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(MaxNorm(8, 8), nn.Linear(8, 4))
+    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    x, y = torch.randn(6, 8), torch.randint(4, (6,))
+    for _ in range(2):
+        step(x, y)
+    address = model[0].weight.data_ptr()
+    with pytest.raises(KeyboardInterrupt):
+        step(x, y)
+    assert model[0].weight.data_ptr() == address

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._dynamo.guards import TensorGuards
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -38,9 +39,8 @@ ATTRIBUTES = (
     (rf"dict\(type\(({NAME})\)\.__dict__\)\['(\w+)'\]", r"\1.\2"),
     (rf"___dict_contains\('(\w+)', ({NAME})\.__dict__\)", r"\2.\1"),
 )
-LAST_LOOKUP = (
-    r"(.+?)(\.\w+|\['[^']*'\]|\[\d+\])"  # an expression that reads an attribute or an item, and what it reads of what
-)
+# What an expression reads last, an attribute or an item, and of what.
+LAST_LOOKUP = r"(.+?)(\.\w+|\['[^']*'\]|\[\d+\])"
 CLOSURE = rf"({NAME})\.__closure__\[(\d+)\]\.cell_contents"
 PLAIN_NAMES = (
     (r"G\['___\w+'\]\['(\w+)'\]", r"\1"), (r"G\['__import_(\w+)'\]", r"\1"), (r"_dot_", "."),
@@ -76,7 +76,11 @@ def keeping_names(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name(placeholder: fx.Node) -> str:
-    source = placeholder.meta["grapharg"].source
+    return _name_of(placeholder.meta["grapharg"].source)
+
+
+def _name_of(source: Any) -> str:
+    """Dynamo's name for where a value comes from."""
     return source.name if isinstance(source.name, str) else source.name()
 
 
@@ -125,6 +129,7 @@ class Dependencies:
         # By name: what must be true, as an expression. One function for all is several times as fast as loops.
         self._parts = {name: self._same_tensor(name, one) for name, one in self.tensors.items()}
         self._parts |= {name: self._same_value(name, one) for name, one in values.items()}
+        self._kinds = _Kinds([one for one in self.tensors.values() if has_address(one)])
         self._reads_same: Callable[[dict[str, Any]], bool] = self._defined(self._parts)
 
     def hold(self) -> bool:
@@ -138,7 +143,7 @@ class Dependencies:
 
     def _holds_inside(self) -> bool:
         try:
-            return self._check(self._scope) and self._reads_same(self._scope)
+            return self._check(self._scope) and self._reads_same(self._scope) and self._kinds.hold()
         except GONE:
             return False
 
@@ -152,9 +157,12 @@ class Dependencies:
             return RESET
         with inside(self._contexts):
             checked = self._manager.check_verbose(self._scope)
-        if not checked.result:
-            return self._words(" ".join(checked.verbose_code_parts))
-        return next((self._words(name) for name in self._parts if self._differs(name)), "")
+            if not checked.result:
+                return self._words(" ".join(checked.verbose_code_parts))
+            names = [name for name in self._parts if self._differs(name)]
+            changed = [] if names or self._kinds.hold() else self._kinds.changed()
+        names += [name for name, one in self.tensors.items() if any(one is other for other in changed)]
+        return self._words(names[0]) if names else ""
 
     def _differs(self, name: str) -> bool:
         return not self._is_true(self._parts[name])
@@ -169,12 +177,14 @@ class Dependencies:
             return False
 
     def _same_tensor(self, name: str, tensor: torch.Tensor) -> str:
-        """The same object at the same address, frozen or not, with the same hooks."""
-        parts = [self._places[name], f"{'' if tensor.requires_grad else 'not '}t.requires_grad"]
+        """The same object at the same address, with the same hooks, and of the same type, shape and so on."""
+        parts = [self._places[name]]
         if any(hooks := _hooks_of(tensor)):
             parts.append(f"hooks_of(t) == {self._keep(hooks)}")
         elif tensor.requires_grad:  # no other tensor has any
             parts.append("not t._backward_hooks and not t._post_accumulate_grad_hooks")
+        if not has_address(tensor):
+            parts.append(f"{'' if tensor.requires_grad else 'not '}t.requires_grad")
         return " and ".join(parts)
 
     def _same_place(self, name: str, tensor: torch.Tensor) -> str:
@@ -222,10 +232,35 @@ class Dependencies:
         for expression, words in ATTRIBUTES:
             text = re.sub(expression, words, text)
         while closure := re.search(CLOSURE, text):
-            function = self._evaluated(f"lambda L: {closure[1]}")(self._scope)
+            try:
+                function = self._evaluated(f"lambda L: {closure[1]}")(self._scope)
+            except (SyntaxError, *GONE):  # of a name inside which there is code, as of a dict's key
+                break
             text = f"G['{function.__code__.co_freevars[int(closure[2])]}']{text[closure.end() :]}"
         found = re.search(NAME, text)
         return _plain(found.group()) if found else "a setting of PyTorch"
+
+
+class _Kinds:
+    """Type, shape, strides and `requires_grad` of tensors, in one call: most of them can change in place."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._all = _kinds_of(tensors)
+        self._each = [_kinds_of([one]) for one in tensors]
+
+    def hold(self) -> bool:
+        return self._all.check(*self._tensors)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Those that differ."""
+        return [one for one, kind in zip(self._tensors, self._each, strict=True) if not kind.check(one)]
+
+
+def _kinds_of(tensors: list[torch.Tensor]) -> Any:
+    sizes: Any = [[*one.shape] for one in tensors]
+    strides: Any = [[*one.stride()] for one in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def inside(contexts: Contexts) -> contextlib.ExitStack:
@@ -307,8 +342,26 @@ class Trace:
         return None
 
     def _untraced(self) -> Callable[..., Any]:
-        options = {"guard_filter_fn": lambda guards: [*map(_is_needed, guards)]}
-        return compile_by(keeping_names(_stop), self._function, fullgraph=True, options=options)
+        compared: set[str] = set()
+
+        def stop(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            names = map(_name, gm.graph.find_nodes(op="placeholder"))
+            compared.update(name for name in names if not _is_argument(name))
+            return _stop
+
+        def are_needed(guards: Sequence[Any]) -> list[bool]:
+            """Not those of the tensors that are compared here: it halves the time."""
+            return [
+                one.guard_type != "TENSOR_MATCH" or _name_of(one.orig_guard.originating_source) not in compared
+                for one in guards
+            ]
+
+        options = {"guard_filter_fn": are_needed}
+        return compile_by(keeping_names(stop), self._function, fullgraph=True, options=options)
+
+
+def _stop(*args: Any) -> Any:
+    raise _Traced
 
 
 def _place_in(message: str) -> str:
@@ -316,19 +369,6 @@ def _place_in(message: str) -> str:
     places = re.findall(r'File "([^"]+)", line (\d+)', message.partition("from user code")[2])
     places = [place for place in places if not place[0].startswith(OURS)]
     return f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
-
-
-def _is_needed(guard: Any) -> bool:
-    """Not those of arguments and tensors, which are compared here, nor of PyTorch's own functions: it halves the time."""
-    is_torchs = guard.name.startswith(("G['__import_torch_dot_", "G['__builtins")) and "_hooks" not in guard.name
-    return not (_is_argument(guard.name) or is_torchs or guard.guard_type == "TENSOR_MATCH")
-
-
-def _stop(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    def stop(*args: Any) -> Any:
-        raise _Traced
-
-    return stop
 
 
 def has_address(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ writes a few integers and replays. Large arguments are copied, where the host's 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class ArgumentRing:
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._cells = memoryview(self.slots.numpy().reshape(-1))  # type: ignore[arg-type]
         self.calls = 0
+        self.on_half: Callable[[], None] = _nothing  # called after every half of the slots
         self._done = [torch.cuda.Event(), torch.cuda.Event()]  # all replays that read one half of the slots
         self._losses: tuple[torch.Tensor, ...] = ()
         self._loss_address = self._loss_bytes = 0
@@ -92,6 +93,7 @@ class ArgumentRing:
 
     def _enter_half(self, half: int) -> None:
         """The other half has been sent; this half is free once its last replay has ended."""
+        self.on_half()
         self._done[1 - half].record()
         self._done[half].synchronize()
 
@@ -100,6 +102,10 @@ class ArgumentRing:
         losses = torch.empty(LOSSES, dtype=self._dtype, device=self.device)
         self._losses, self._next_loss = losses.unbind(), 0
         self._loss_address, self._loss_bytes = losses.data_ptr(), losses.element_size()
+
+
+def _nothing() -> None:
+    pass
 
 
 class Recorded:

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +33,6 @@ log = logging.getLogger("onelaunch")
 Patterns = tuple[str, ...]
 Function = Callable[..., Any]
 ALL: Patterns = tuple(BY_NAME)
-# What `train_step` uses without a measurement: what won on an H200 in the models of `onelaunch bench models` and lost in none
-# (docs/lab-notebook/fusing.md). Measuring candidates would take several times as long as compiling.
-PROVEN: Patterns = (
-    "mlp", "linear", "aligned_linear", "relu_dropout", "parallel_linear", "attention", "linear_cross_entropy",
-)  # fmt: skip
 UNCOMPILED, COMPILED, RECORDED = "uncompiled", "compiled", " as a CUDA graph"
 LEAD = 1.01  # by which a pattern must win: timings of one model differ by 0.3 to 2.4 % from run to run on an H200
 
@@ -83,7 +78,7 @@ def decide(
     wanted = pays if forward_only else pays_without_graph
     kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, wanted)})
     candidates = candidates_of(kinds, forward_only)
-    times = _times_of(device)
+    times = times_of(device)
     found = {name: seconds for name, seconds in times.times(key).items() if name in candidates}
     functions = {name: compiled(function, *choice) for name, choice in candidates.items()}
     while missing := still_needed(candidates, found, kinds):
@@ -110,10 +105,10 @@ def still_needed(candidates: dict[str, Choice], found: dict[str, float], kinds: 
 
 def known_seconds(model: nn.Module, captured: list[Captured], device: torch.device) -> dict[str, float]:
     """Seconds per call of each candidate, if `fuse` has measured this model with these inputs on a CUDA device before."""
-    return _times_of(device).times(graph_key(model, captured)) if device.type == "cuda" else {}
+    return times_of(device).times(graph_key(model, captured)) if device.type == "cuda" else {}
 
 
-def _times_of(device: torch.device) -> MeasuredTimes:
+def times_of(device: torch.device) -> MeasuredTimes:
     return MeasuredTimes.of_device(device.index or 0, "fuse", "fuse", "kernels", "ops")
 
 
@@ -147,18 +142,21 @@ def patterns_in(candidate: str) -> Patterns:
 
 def graph_key(model: nn.Module, captured: list[Captured]) -> str:
     """Equal for models that would be compiled alike: same operations, shapes, types and mode."""
-    digest = hashlib.sha256(f"{model.training} {torch.is_grad_enabled()}".encode())
-    graphs = [one.graph for one in captured]
-    while graphs:
-        graph = graphs.pop(0)
+    return graphs_key([one.graph for one in captured], f"{model.training} {torch.is_grad_enabled()}")
+
+
+def graphs_key(graphs: Iterable[fx.Graph], about: str) -> str:
+    digest, waiting = hashlib.sha256(about.encode()), [*graphs]
+    while waiting:
+        graph = waiting.pop(0)
         for node in graph.nodes:
             value = node.meta.get("example_value")
-            about = (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, torch.Tensor) else ""
-            line = f"{node.op} {_name_of(node)} {node.args} {node.kwargs} {about}\n"
+            shape = (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, torch.Tensor) else ""
+            line = f"{node.op} {_name_of(node)} {node.args} {node.kwargs} {shape}\n"
             digest.update(re.sub(r"0x[0-9a-f]+", "", line).encode())  # an address differs from process to process
             inner = getattr(graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
             if isinstance(inner, fx.GraphModule):  # the body of a checkpoint
-                graphs.append(inner.graph)
+                waiting.append(inner.graph)
     return digest.hexdigest()
 
 

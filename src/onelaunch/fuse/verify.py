@@ -8,6 +8,7 @@ how much rounding alone does.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from onelaunch.capture.dynamo import without_log_breaks
 from onelaunch.errors import OnelaunchError
 from onelaunch.trial_runs import Undo, copied
 
+log = logging.getLogger("onelaunch")
 # Of a tensor's error relative to its norm, in these types: a few times what rounding does in a deep network.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 ROUNDING = 3.0  # times the error of the uncompiled program that are rounding too
@@ -29,6 +31,7 @@ DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
     torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 }  # fmt: skip
+DROPOUT_LAYERS = ((nn.modules.dropout._DropoutNd, "p"), (nn.RNNBase, "dropout"), (nn.MultiheadAttention, "dropout"))
 Function = Callable[..., Any]
 Results = dict[str, torch.Tensor]  # outputs, and gradients by the names of their parameters
 
@@ -58,8 +61,11 @@ class _NoDropout(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, modules drop nothing: their probabilities are 0."""
-    owners = [(one, name) for one in model.modules() for name in ("p", "dropout") if type(vars(one).get(name)) is float]
+    """Inside, layers for dropout and recurrent layers drop nothing: their probabilities are 0."""
+    owners = [
+        (one, name) for one in model.modules() for kind, name in DROPOUT_LAYERS
+        if isinstance(one, kind) and type(vars(one).get(name)) is float
+    ]  # fmt: skip
     before = [(one, name, vars(one)[name]) for one, name in owners]
     for one, name, _ in before:
         setattr(one, name, 0.0)
@@ -76,8 +82,10 @@ def verify(
 ) -> None:  # fmt: skip
     """Raise VerificationError if `compiled` computes other outputs or gradients than `plain`, of the same model.
 
-    model: all modules that the functions call. contexts: what both run in, such as autocast. The model, its gradients and the
-    random generators are afterwards as before; inputs are copied.
+    model: all modules that the functions call. contexts: what both run in, such as autocast. The modules' buffers and
+    attributes, gradients and random generators are afterwards as before; inputs are copied. What else the functions change,
+    such as a list, they change in each of these calls. A program whose results depend on other random numbers than those of
+    dropout is not compared, which a log line says: compiled code draws others.
     """
     dtype = _computes_in(model, args, kwargs, contexts)
 
@@ -102,12 +110,28 @@ def verify(
     calls = _NoDropout.calls
     rounded = run(plain, True)
     drops = _NoDropout.calls > calls  # else the very code is verified that will run
+    with _other_random_numbers():
+        again = run(plain, True)
+    if any(error > TOLERANCES[dtype] for error in _errors(again, rounded).values()):
+        log.warning(
+            "%s: verify=True compares nothing, as results depend on random numbers, or on what changes from call to call",
+            caller,
+        )
+        return
     found = run(compiled, drops)
     try:
         exact = run(plain, drops, wide=True)
     except Exception:  # a loss with tensors of its own in another type
         exact = rounded
     _compare(caller, found, rounded, exact, TOLERANCES[dtype])
+
+
+@contextlib.contextmanager
+def _other_random_numbers() -> Iterator[None]:
+    """Inside, generators of PyTorch on the host and all GPUs give other numbers; afterwards, those they would have given."""
+    with torch.random.fork_rng():
+        torch.manual_seed(torch.initial_seed() + 1)
+        yield
 
 
 class _Called(nn.Module):
@@ -168,17 +192,12 @@ def _results(output: Any, parameters: Mapping[str, torch.Tensor]) -> Results:
 
 
 def _compare(caller: str, found: Results, rounded: Results, exact: Results, tolerance: float) -> None:
-    gradients = [float(one.norm()) for name, one in exact.items() if name.startswith("the gradient")]
-    floor = SMALL * max(gradients, default=0.0)
+    errors, roundings = _errors(found, exact), _errors(rounded, exact)
     wrong: list[tuple[float, float, str]] = []
     for name, one in exact.items():
-        scale = max(
-            float(one.norm()), floor if name.startswith("the gradient") else 0.0, torch.finfo(torch.float32).tiny
-        )
-        error, rounding = (float((each[name].to(one.dtype) - one).norm()) / scale for each in (found, rounded))
-        allowed = tolerance + ROUNDING * rounding
-        if not error <= allowed and bool(one.isfinite().all()):  # NaN is wrong too
-            wrong.append((error, allowed, name))
+        allowed = tolerance + ROUNDING * roundings[name]
+        if not errors[name] <= allowed and bool(one.isfinite().all()):  # NaN is wrong too
+            wrong.append((errors[name], allowed, name))
     if wrong:
         error, allowed, name = max(wrong, key=lambda each: each[0] if each[0] == each[0] else float("inf"))
         others = f", and {len(wrong) - 1} of {len(exact) - 1} others are wrong too" if len(wrong) > 1 else ""
@@ -187,6 +206,17 @@ def _compare(caller: str, found: Results, rounded: Results, exact: Results, tole
             f"verify=True: compiled, {name} differs by {error:.3g} of its norm from plain PyTorch in float32, and rounding "
             f"explains {allowed:.2g}{others}: use {remedy}"
         )
+
+
+def _errors(found: Results, exact: Results) -> dict[str, float]:
+    """The errors of results, relative to their norms, as far as these are not nothing but rounding."""
+    gradients = [float(one.norm()) for name, one in exact.items() if name.startswith("the gradient")]
+    floor, tiny = SMALL * max(gradients, default=0.0), torch.finfo(torch.float32).tiny
+    scales = {
+        name: max(float(one.norm()), floor if name.startswith("the gradient") else 0.0, tiny)
+        for name, one in exact.items()
+    }
+    return {name: float((found[name].to(one.dtype) - one).norm()) / scales[name] for name, one in exact.items()}
 
 
 def _computes_in(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Function) -> torch.dtype:

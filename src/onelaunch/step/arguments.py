@@ -29,7 +29,15 @@ AUTOCAST_NAMES = {**AUTOCAST_DTYPES, **{str(dtype).removeprefix("torch."): dtype
 
 
 def check_arguments(
-    model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any, capture: Any, compile: Any, verify: Any
+    model: Any,
+    loss: Any,
+    optimizer: Any,
+    clip_norm: Any,
+    scaler: Any,
+    capture: Any,
+    compile: Any,
+    tune: Any,
+    verify: Any,
 ) -> None:
     check_model(model)
     require_no_class(loss)
@@ -63,6 +71,8 @@ def check_arguments(
         raise ArgumentTypeError(f"capture={abbreviate(capture)} must be True or False")
     if not isinstance(compile, bool) and (not isinstance(compile, str) or compile != MAX_AUTOTUNE):
         raise ArgumentTypeError(f"compile={abbreviate(compile)} must be True, False or {MAX_AUTOTUNE!r}")
+    if tune is not None and not isinstance(tune, bool):
+        raise ArgumentTypeError(f"tune={abbreviate(tune)} must be True, False or None")
     if not isinstance(verify, bool):
         raise ArgumentTypeError(f"verify={abbreviate(verify)} must be True or False")
     if verify and not compile:

@@ -45,6 +45,9 @@ class CapturableOptimizer:
         self._groups: list[_Group] = []
         self._values: list[tuple[Any, ...]] = []
         self._known: list[Any] = []  # as `_objects`
+        self._tensors: list[torch.Tensor] = []  # its state
+        self._addresses: list[int] = []
+        self._hooks: list[int] = []
 
     @property
     def rates(self) -> list[torch.Tensor]:
@@ -82,7 +85,7 @@ class CapturableOptimizer:
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self.device, torch.float32)
         self._groups = [_Group(self.optimizer, group, self.device) for group in self.optimizer.param_groups]
-        self._known = self._objects()
+        self._remember()
 
     def follow_update(self, is_ours: bool) -> None:
         """After a recording: one with the optimizer's own update has all settings but the rate in it."""
@@ -104,7 +107,7 @@ class CapturableOptimizer:
         finally:
             for group, rate in zip(self.optimizer.param_groups, before, strict=True):
                 group["lr"] = rate
-            self._known = self._objects()
+            self._remember()
 
     def upload(self) -> None:
         """Write the learning rates and settings that a scheduler has changed to the device."""
@@ -116,7 +119,7 @@ class CapturableOptimizer:
 
         Called on every step, so it is fast while no value in any group has changed.
         """
-        if not self._has_its_objects():
+        if not self._has_its_objects() or self._moved(self._tensors[:1]):  # whoever moves its state moves all of it
             return False
         values = [tuple(group.values()) for group in self.optimizer.param_groups]
         if _are_equal(values, self._values):
@@ -130,14 +133,24 @@ class CapturableOptimizer:
 
     def settings_changed(self) -> bool:
         """Whether a group, or a setting that is not read on the device, or what it updates differs from what was recorded."""
-        return not self._has_its_objects() or self._groups_differ()
+        return not self._has_its_objects() or self._moved(self._tensors) or self._groups_differ()
 
     def _groups_differ(self) -> bool:
         return any(group.differs() for group in self._groups)
 
     def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
-        return are_same_objects(self._objects(), self._known)
+        return are_same_objects(self._objects(), self._known) and _hooks_of(self.optimizer) == self._hooks
+
+    def _remember(self) -> None:
+        self._known, self._hooks = self._objects(), _hooks_of(self.optimizer)
+        state = chain.from_iterable(map(dict.values, self.optimizer.state.values()))
+        self._tensors = [one for one in state if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+        self._addresses = [one.data_ptr() for one in self._tensors]
+
+    def _moved(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether these tensors of its state have other memory, as by `.data`."""
+        return any(one.data_ptr() != address for one, address in zip(tensors, self._addresses, strict=False))
 
     def _objects(self) -> list[Any]:
         """The state, that of each parameter with its tensors, the groups and their parameters."""
@@ -146,6 +159,12 @@ class CapturableOptimizer:
         for group in self.optimizer.param_groups:
             objects += group["params"]
         return objects
+
+
+def _hooks_of(optimizer: Optimizer) -> list[int]:
+    """The numbers of the hooks around its step; a wrapper may lack what `Optimizer` makes."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return [*chain.from_iterable(getattr(optimizer, name, ()) for name in names)]
 
 
 class _Group:

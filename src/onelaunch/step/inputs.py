@@ -164,5 +164,7 @@ def is_same_value(one: Any, other: Any) -> bool:
 def signature(leaf: Any) -> Any:
     """What a recording depends on: shape and type of a tensor, the value of a constant; of another object only its type."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.layout, leaf.requires_grad
+        return type(leaf), leaf.shape, leaf.dtype, leaf.layout, leaf.requires_grad
+    if isinstance(leaf, float):
+        return float, repr(leaf)  # -0.0 equals 0.0, and NaN not even itself
     return (type(leaf), leaf) if isinstance(leaf, CONSTANTS) else type(leaf)  # 0 equals False

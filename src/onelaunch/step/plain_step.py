@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,10 @@ from torch.utils._pytree import tree_flatten
 from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, dependencies_of, inside, is_compiled
 from onelaunch.capture.dynamo import without_log_breaks
 from onelaunch.capture.graph import clear_workspaces
-from onelaunch.fuse.decide import PROVEN, compiled
+from onelaunch.errors import is_out_of_memory
 from onelaunch.fuse.verify import verify
 from onelaunch.step.accumulation import Window
+from onelaunch.step.candidates import Candidates
 from onelaunch.step.capturable_optimizer import parameters_of
 from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import forward_arguments, other_gradients_kept, own_loss, passed_by_name, signature
@@ -40,13 +42,13 @@ class PlainStep:
     """Forward, loss, backward, clipping, optimizer and zero_grad, with the model and the loss compiled.
 
     compile: whether they are, in this `mode` of `torch.compile`. recorded: whether steps will be recorded as CUDA graphs.
-    verifies: whether the first compiled step is compared with plain PyTorch.
+    verifies: whether the first compiled step of each form is compared with plain PyTorch. tune: see `Candidates`.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None,
         autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None, accumulate: int, compile: bool,
-        mode: str | None, recorded: bool, verifies: bool = False,
+        mode: str | None, recorded: bool, verifies: bool = False, tune: bool | None = False,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.clip_norm, self.autocast, self.scaler = clip_norm, autocast, scaler
@@ -57,13 +59,12 @@ class PlainStep:
         self.compilers_failure = ""  # why steps are not compiled, where they should be
         self.own_update: OptimizerUpdate | None = None  # in a recording it replaces the optimizer's own step
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # which recordings with accumulation add to
+        self._verified: set[int] = set()  # forms
         self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
         self._forward_arguments = forward_arguments(model)
         self._draws_needlessly = leaves_out_layers(model)
         self._forward_and_loss = _forward_and_loss(model, loss)
-        self._forward: Callable[..., torch.Tensor] = compiled(
-            self._forward_and_loss, PROVEN if compile else None, captured=recorded, mode=mode
-        )
+        self.candidates = Candidates(self._forward_and_loss, self.device, mode, tune, recorded and compile)
         self._trace: Trace | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
@@ -71,29 +72,40 @@ class PlainStep:
         if not self.compiles or self._is_recording():
             return self._run(args, kwargs, update)
         leaves, structure = tree_flatten((args, kwargs))
-        key = (self.model.training, structure, *map(signature, leaves))
+        candidates = self.candidates
+        key = (candidates.current, self.model.training, structure, *map(signature, leaves))
         if key in self._compiled:
             return self._run(args, kwargs, update)
         modules = nn.ModuleList([one for one in (self.model, self.loss) if isinstance(one, nn.Module)])
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         undo, batches = Undo(modules, parameters_of(self.optimizer), inputs), self.window.batches
+        begin = time.monotonic()
         try:
-            if self.verifies:
+            if self.verifies and candidates.current not in self._verified:
                 self._verify(args, kwargs)
-                self.verifies = False
+                self._verified.add(candidates.current)
             loss = self._run(args, kwargs, update)
         except Exception as error:
-            self.compilers_failure = compilers_failure(error)
-            if not self.compilers_failure:
+            failure = compilers_failure(error)
+            if candidates.takes_turns and (failure or is_out_of_memory(error)):
+                candidates.give_up(failure or "it needs more memory")
+            elif failure:
+                self.compilers_failure, self.compiles = failure, False
+                log.warning("train_step: steps are not compiled, as the compiler failed: %s", failure)
+            else:
                 raise
-            log.warning("train_step: steps are not compiled, as the compiler failed: %s", self.compilers_failure)
         else:
             if len(self._compiled) < MAX_KINDS:  # an argument may be another number in every call
                 self._compiled.add(key)
+            candidates.has_compiled(time.monotonic() - begin)
             return loss
         undo()
-        self.window.batches, self.compiles, self._forward = batches, False, self._forward_and_loss
+        self.window.batches = batches
         return self._run(args, kwargs, update)
+
+    @property
+    def _forward(self) -> Callable[..., torch.Tensor]:
+        return self.candidates.function if self.compiles else self._forward_and_loss
 
     def callers_autocast(self) -> torch.dtype | None:
         """The dtype of a `torch.autocast` around the call, which counts where the step has none of its own."""

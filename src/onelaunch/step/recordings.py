@@ -64,6 +64,7 @@ class Recordings:
         self.latest: Recorded | None = None  # where a call needs no key to find it
         self._recorded: dict[Any, list[Recorded]] = {}  # the latest first
         self._pending: dict[Any, Pending] = {}
+        self._warm: dict[Any, torch.Tensor] = {}  # kinds of inputs that can be recorded again at once: a loss of each
         self._changes, self._replays = Changes(), 0  # replays of recordings that were dropped
         self._dropped = self._warned = False
         self._retries = DRAWN_RETRIES
@@ -97,7 +98,15 @@ class Recordings:
             )
         self.follow_settings()
         autocast = step.callers_autocast()
-        key = (update, autocast, structure, same, *map(signature, leaves))
+        kind = (update, autocast, structure, same, *map(signature, leaves))
+        candidates = step.candidates
+        if not step.window.batches:
+            if candidates.is_due() and (candidates.current, *kind) in self._recorded:
+                candidates.begin_turns()
+                self._warm = {key: torch.empty_like(one.loss) for key, (one, *_) in self._recorded.items()}
+                self._drop_recordings()  # the other form takes the same memory
+            candidates.take_turn(kind)
+        key = (candidates.current, *kind)
         recorded = self._find(key)
         step.restore_gradients()
         if accumulates and step.window.batches == 0 and step.release_frozen_gradients():
@@ -125,10 +134,30 @@ class Recordings:
                 return loss
             del self._pending[key]
             self._recorded.setdefault(key, []).insert(0, recorded)
+        if candidates.takes_turns:
+            with candidates.timed(kind):
+                loss = recorded.replay(tensors)
+            if candidates.is_settled:
+                self._keep_chosen()
+            return loss
         positional = not kwargs and len(tensors) == len(args) == len(first)
-        if positional and not accumulates and autocast is None:
+        if positional and not accumulates and autocast is None and not candidates.is_due():
             self.latest = recorded
         return recorded.replay(tensors)
+
+    def _keep_chosen(self) -> None:
+        """Forget the recordings of the form that was not chosen."""
+        chosen = self.step.candidates.current
+        for key in [key for key in self._recorded if key[0] != chosen]:
+            self._replays += sum(one.replays for one in self._recorded.pop(key))
+        self._pending = {key: one for key, one in self._pending.items() if key[0] == chosen}
+        if not self._recorded:
+            self._drop_recordings()
+
+    def _look_at_the_clock(self) -> None:
+        """Where steps are so short that nothing else does."""
+        if self.step.candidates.is_due():
+            self.latest = None
 
     def _find(self, key: Any) -> Recorded | None:
         """A recording for this kind of inputs that depends on nothing that has changed."""
@@ -142,6 +171,7 @@ class Recordings:
 
     def _follow_change(self, key: Any, changed: str) -> None:
         """No recording fits: forget those that read what is gone, and the oldest of many."""
+        self._warm.clear()
         kept = [one for one in self._recorded[key] if one.dependencies.has_its_tensors()][: MAX_VARIANTS - 1]
         for one in self._recorded.pop(key):
             self._replays += 0 if one in kept else one.replays
@@ -178,6 +208,8 @@ class Recordings:
     def _pending_for(self, key: Any, leaves: list[Any], structure: Any) -> Pending:
         if key not in self._pending:
             self._pending[key] = Pending(leaves, structure, self.step.device)
+            if key in self._warm:
+                self._pending[key].calls, self._pending[key].loss = WARM_UP_STEPS, self._warm.pop(key)
         if len(self._pending) > MAX_PENDING:
             del self._pending[next(iter(self._pending))]
             if not self._dropped:
@@ -239,9 +271,11 @@ class Recordings:
         try:
             with no_draws_on_host(self.state.modules()):
                 recorded = self._captured(pending, update, dependencies)
-        except Exception as error:  # whatever a model does that a recording forbids
+        except BaseException as error:  # whatever a model does that a recording forbids, or Ctrl-C
             torch.cuda.synchronize(step.device)
-            if isinstance(error, DrawnOnHost) and self._retries:
+            if not isinstance(error, Exception):
+                pass
+            elif isinstance(error, DrawnOnHost) and self._retries:
                 self._retries -= 1
             else:
                 self._stop(recording_failure(error))
@@ -250,9 +284,13 @@ class Recordings:
             step.forget_unscaling()
             for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
                 parameter.grad = gradient
+            if not isinstance(error, Exception):
+                raise
             return None
         if update:
             self.optimizer.follow_update(step.own_update is not None)
+        if recorded.ring is not None:
+            recorded.ring.on_half = self._look_at_the_clock
         recorded.memory = [step.own_update, *(dict(state) for state in step.optimizer.state.values())]
         step.own_update = None
         step.keep_gradients()
@@ -299,6 +337,7 @@ class Recordings:
         """Settings of the optimizer are part of all recordings."""
         had_any = bool(self._recorded or self._pending)
         self._pending.clear()
+        self._warm.clear()
         self._drop_recordings()
         self.optimizer.prepare()
         if had_any:
@@ -312,6 +351,10 @@ class Recordings:
         self.step.forget_gradients()
 
     def _stop(self, reason: str) -> None:
+        if self.step.candidates.takes_turns and self.step.candidates.current:
+            self.step.candidates.give_up(reason)
+            self._keep_chosen()
+            return
         self.reason, self.step.recorded = reason, False
         self._drop_recordings()
         _log_reason(reason)

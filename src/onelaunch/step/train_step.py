@@ -24,7 +24,7 @@ BUILT = ("_capturable", "_plain", "_recordings", "_window", "_started")  # the a
 def train_step(
     model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None,
     autocast: torch.dtype | str | None = None, scaler: torch.amp.GradScaler | None = None, accumulate: int = 1,
-    capture: bool = True, compile: bool | str = True, verify: bool = False,
+    capture: bool = True, compile: bool | str = True, tune: bool | None = None, verify: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A function `step(x, …, target) -> loss` that trains `model` by one batch; the target is the last argument.
 
@@ -36,8 +36,11 @@ def train_step(
     accumulate: the optimizer steps on every `accumulate`-th call, with the mean gradient of the batches since its last step;
     `step.flush()` lets it step on fewer, as at the end of an epoch.
     capture: whether the step is recorded as a CUDA graph; `step.reason` says why it is not.
-    compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured;
+    compile: whether `torch.compile` compiles the forward and backward pass, with our patterns where they match;
     "max-autotune": it also times several kernels for each product, which takes minutes.
+    tune: whether a step without our patterns is compiled as well, and the faster of both kept: True for at once, None for when
+    the run has lasted as long as compiling took, False for never: then no clock decides about the bits of a result. Whole steps
+    are compared, all of which train; the decision is kept on disk. `step.choice` says what was chosen, and why.
     verify: the first call also computes loss and gradients with plain PyTorch in float32, without dropout, and raises
     OnelaunchError, which names the worst parameter, if compiled ones differ by more than rounding.
 
@@ -45,7 +48,7 @@ def train_step(
     only input is passed by name if forward has these names, or has `**kwargs` for some of them and all it needs is there. A
     step begins without gradients and leaves none; parameters that the optimizer does not have keep theirs.
     """
-    return TrainStep(model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile, verify)
+    return TrainStep(model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile, tune, verify)
 
 
 class TrainStep:
@@ -54,24 +57,26 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, clip_norm: float | None,
         autocast: torch.dtype | str | None, scaler: torch.amp.GradScaler | None, accumulate: int, capture: bool,
-        compile: bool | str, verify: bool,
+        compile: bool | str, tune: bool | None, verify: bool,
     ) -> None:  # fmt: skip
-        check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile, verify)
+        check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile, tune, verify)
         if require_integer("accumulate", accumulate, "1 or more") < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self._arguments = (
             model, loss, optimizer, None if clip_norm is None else float(clip_norm), autocast_dtype(autocast), scaler,
-            int(accumulate), capture, compile, verify,
+            int(accumulate), capture, compile, tune, verify,
         )  # fmt: skip
         self._build()
 
     def _build(self) -> None:
-        model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile, verify = self._arguments
+        model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile, tune, verify = (
+            self._arguments
+        )
         self._capturable = CapturableOptimizer(optimizer, parameters_of(optimizer)[0].device)
         reason = uncapturable_reason(model, self._capturable) if capture else "capture=False"
         self._plain = PlainStep(
             model, loss, optimizer, clip_norm=clip_norm, autocast=autocast, scaler=scaler, accumulate=accumulate,
-            compile=bool(compile), recorded=not reason, verifies=verify,
+            compile=bool(compile), recorded=not reason, verifies=verify, tune=tune,
             mode="max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None,  # the step's own graph replaces them
         )  # fmt: skip
         self._recordings = Recordings(self._plain, self._capturable, reason)
@@ -114,6 +119,11 @@ class TrainStep:
         """Why steps are slower than they could be: not recorded, or not compiled; empty while they are both."""
         failure = self._plain.compilers_failure
         return "; ".join(filter(None, (self._recordings.reason, failure and f"not compiled: {failure}")))
+
+    @property
+    def choice(self) -> str:
+        """Which form of the compiled step was chosen, and why; empty until it is, and where there is none to choose from."""
+        return self._plain.candidates.choice
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; its mean loss before the update, as a 0-d tensor on the model's device."""
