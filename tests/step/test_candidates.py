@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +24,11 @@ pytestmark = pytest.mark.usefixtures("no_code", "tapes")
 def patterns_match(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CUDA device: elsewhere no pattern pays."""
     monkeypatch.setattr(candidates, "pays", lambda match: True)
+
+
+@pytest.fixture
+def tuned_if_asked() -> None:
+    """Here the clock decides as it does elsewhere."""
 
 
 def network() -> nn.Module:
@@ -117,16 +120,14 @@ def test_without_tuning_the_first_form_stays() -> None:
 def test_a_short_run_never_compiles_the_other_form(monkeypatch: pytest.MonkeyPatch) -> None:
     step, recordings = tuned_step(network(), tune=None)
     found: Candidates = recordings.step.candidates
-    now = [time.monotonic()]
-    for index, (x, y) in enumerate(batches(3 * TURNS)):
-        if index == 5:
-            now[0] = found._due - 1e-3
-            assert math.isfinite(now[0])
-            monkeypatch.setattr(candidates.time, "monotonic", lambda: now[0])
+    now = [0.0]
+    monkeypatch.setattr(candidates.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(found, "has_compiled", lambda seconds: Candidates.has_compiled(found, 10.0))
+    for x, y in batches(3 * TURNS):
         step(x, y)
     assert not found.takes_turns
     assert 1 not in found._functions
-    now[0] += 1  # longer than compiling took
+    now[0] = 10.0  # as long as compiling took
     for x, y in batches(3 * TURNS):
         step(x, y)
     assert step.choice

@@ -47,7 +47,9 @@ class CapturableOptimizer:
         self._known: list[Any] = []  # as `_objects`
         self._tensors: list[torch.Tensor] = []  # its state
         self._addresses: list[int] = []
-        self._hooks: list[int] = []
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # a wrapper may lack what `Optimizer` makes
+        self._hook_tables = [getattr(optimizer, name, {}) for name in names]
+        self._hooks: list[int] = []  # their numbers
 
     @property
     def rates(self) -> list[torch.Tensor]:
@@ -119,7 +121,11 @@ class CapturableOptimizer:
 
         Called on every step, so it is fast while no value in any group has changed.
         """
-        if not self._has_its_objects() or self._moved(self._tensors[:1]):  # whoever moves its state moves all of it
+        if not self._has_its_objects():
+            return False
+        if (
+            self._tensors and self._tensors[0].data_ptr() != self._addresses[0]
+        ):  # whoever moves its state moves all of it
             return False
         values = [tuple(group.values()) for group in self.optimizer.param_groups]
         if _are_equal(values, self._values):
@@ -133,24 +139,27 @@ class CapturableOptimizer:
 
     def settings_changed(self) -> bool:
         """Whether a group, or a setting that is not read on the device, or what it updates differs from what was recorded."""
-        return not self._has_its_objects() or self._moved(self._tensors) or self._groups_differ()
+        return not self._has_its_objects() or self._has_moved() or self._groups_differ()
 
     def _groups_differ(self) -> bool:
         return any(group.differs() for group in self._groups)
 
     def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
-        return are_same_objects(self._objects(), self._known) and _hooks_of(self.optimizer) == self._hooks
+        before, after = self._hook_tables
+        if (before or after or self._hooks) and [*before, *after] != self._hooks:
+            return False
+        return are_same_objects(self._objects(), self._known)
 
     def _remember(self) -> None:
-        self._known, self._hooks = self._objects(), _hooks_of(self.optimizer)
+        self._known, self._hooks = self._objects(), list(chain(*self._hook_tables))
         state = chain.from_iterable(map(dict.values, self.optimizer.state.values()))
         self._tensors = [one for one in state if isinstance(one, torch.Tensor) and one.layout is torch.strided]
         self._addresses = [one.data_ptr() for one in self._tensors]
 
-    def _moved(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether these tensors of its state have other memory, as by `.data`."""
-        return any(one.data_ptr() != address for one, address in zip(tensors, self._addresses, strict=False))
+    def _has_moved(self) -> bool:
+        """Whether its state has other memory, as by `.data`."""
+        return any(one.data_ptr() != address for one, address in zip(self._tensors, self._addresses, strict=True))
 
     def _objects(self) -> list[Any]:
         """The state, that of each parameter with its tensors, the groups and their parameters."""
@@ -159,12 +168,6 @@ class CapturableOptimizer:
         for group in self.optimizer.param_groups:
             objects += group["params"]
         return objects
-
-
-def _hooks_of(optimizer: Optimizer) -> list[int]:
-    """The numbers of the hooks around its step; a wrapper may lack what `Optimizer` makes."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return [*chain.from_iterable(getattr(optimizer, name, ()) for name in names)]
 
 
 class _Group:
