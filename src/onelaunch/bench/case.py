@@ -28,6 +28,7 @@ GROUPS: Mapping[str, Group] = {
         Group("sweep", "Many networks at once", None),
         Group("ops", "Fused ops", True),
         Group("models", "Real models", True),
+        Group("zoo", "Models that nobody tuned for", True),
         Group("memory", "Memory", True),
         Group("tabular", "Estimators on real tables", False),
     )

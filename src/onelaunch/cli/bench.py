@@ -23,17 +23,33 @@ from onelaunch.format import format_bytes, format_joules, format_seconds
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
-DIFF, LARGE = "diff", "train/large/"
+DIFF, LARGE, ZOO = "diff", "train/large/", "zoo"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
-def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, large: bool, out: Path | None) -> None:
+def run_bench(
+    what: list[str],
+    filter: str,
+    quick: bool,
+    limit: float | None,
+    large: bool,
+    out: Path | None,
+    models: int,
+    seed: int,
+) -> None:
     if what[0] == DIFF:
         given = {"out": out, "filter": filter, "quick": quick, "limit": limit, "large": large}
         for name, value in given.items():
             if value not in (None, "", False):
                 raise OnelaunchError(f"{name}={str(value)!r}: diff measures and saves nothing; leave out --{name}")
         _diff(what[1:])
+        return
+    if ZOO in what:
+        if what != [ZOO]:
+            raise OnelaunchError(f"groups={' '.join(what)!r}: zoo runs alone, each model in a process of its own")
+        from onelaunch.cli.zoo import run_zoo_command
+
+        run_zoo_command(filter, quick, limit, out, models, seed)
         return
     console = Console()
     chosen = [one for one in select(what, filter) if one.group != "train" or (LARGE in one.name) == large]
@@ -46,7 +62,7 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
     _warn(console, warning(cores_taken_before()))
     with only_writer(path):
         results = run_cases(
-            chosen, quick=quick, show=lambda result: _show(console, result),
+            chosen, quick=quick, show=lambda result: show_case(console, result),
             announce=lambda words: typer.echo(f"case     {words}", err=True),
             save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large),
             limit=limit,
@@ -94,7 +110,7 @@ def _command(groups: list[str], filter: str, quick: bool, limit: float | None, l
     return shlex.join(["onelaunch", "bench", *groups, *flags])
 
 
-def _show(console: Console, result: dict[str, Any]) -> None:
+def show_case(console: Console, result: dict[str, Any]) -> None:
     if result["check"] != "passed":
         if not result["check"].startswith("skipped"):  # skipped cases are counted at the end
             print_line(console, f"{result['name']}: check {result['check']}; not timed", "red")

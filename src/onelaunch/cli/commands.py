@@ -91,6 +91,8 @@ def bench(
     large: Annotated[
         bool, typer.Option(help="In group train: the networks and batches too large to be resident, and no others.")
     ] = False,
+    models: Annotated[int, typer.Option(help="In group zoo: how many models are drawn.")] = 48,
+    seed: Annotated[int, typer.Option(help="In group zoo: of the draw; another one draws other models.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to save the results as JSON; else under runs/.")] = None,
 ) -> None:
     """Time onelaunch and its peers on the same work. A case that fails its check is not timed.
@@ -100,7 +102,7 @@ def bench(
     from onelaunch.cli.bench import run_bench
 
     raise_on_interrupt()
-    run_bench(what or ["all"], filter, quick, limit, large, out)
+    run_bench(what or ["all"], filter, quick, limit, large, out, models, seed)
 
 
 RUN = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
