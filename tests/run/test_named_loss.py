@@ -46,3 +46,18 @@ def test_a_module_trains_like_the_name():
         histories.append(ol.fit(nn.Linear(4, 2), x, y, epochs=3, loss=loss, progress=False))
     assert histories[0].losses == histories[1].losses
     assert histories[0].engine == histories[1].engine
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(output * self.scale, target)
+
+    with pytest.raises(ol.OnelaunchError, match=r"loss=Scaled has parameters.*make them part of it"):
+        with_named_loss({"loss": Scaled()}, torch.zeros(3))
+    frozen = Scaled().requires_grad_(False)
+    assert with_named_loss({"loss": frozen}, torch.zeros(3))["loss"] is frozen

@@ -227,3 +227,19 @@ def test_a_step_that_is_undone_counts_once(monkeypatch: pytest.MonkeyPatch) -> N
     step(x, x)
     assert "not compiled" in repr(step)
     assert (model.calls, float(model.count)) == (2, 2.0)
+
+
+def test_a_step_that_is_compiled_again_and_again_says_so() -> None:
+    terms: list[float] = []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target) + sum(terms) * output.mean()
+
+    model = nn.Linear(6, 3)
+    step = ol.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert "its limit" not in step.reason or len(terms) >= torch._dynamo.config.recompile_limit
+        step(x, y)
+        terms.append(0.01)
+    assert "8 forms, its limit" in step.reason

@@ -74,11 +74,15 @@ def larger_eps(model: nn.Sequential) -> None:
     model[4].eps = 0.1
 
 
+def class_of_a_layer(model: nn.Sequential) -> None:
+    model[1].__class__ = nn.Tanh
+
+
 CHANGES: dict[str, Change] = {
     change.__name__: change
     for change in (
         halve, halve_data, zero_in_other_memory, freeze, drop_more, another_activation, another_layer, another_parameter,
-        wider, hook, larger_eps,
+        wider, hook, larger_eps, class_of_a_layer,
     )
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ NAMES = {
     "zero_in_other_memory": "the values of 6.weight", "freeze": "requires_grad of 0.weight", "drop_more": "2.p",
     "another_activation": "layer '1'", "another_layer": "3.weight for another tensor",
     "another_parameter": "0.weight for another tensor", "wider": "0.weight for another tensor",
-    "hook": "the hooks of layer '1'", "larger_eps": "4.eps",
+    "hook": "the hooks of layer '1'", "larger_eps": "4.eps", "class_of_a_layer": "1.type",
 }  # fmt: skip
 
 

@@ -303,6 +303,11 @@ def is_compiled(compiled: Callable[..., Any], scope: dict[str, Any]) -> bool:
     return not _entries(function) or _entry(function, {**scope, **_closure(function)}) is not None
 
 
+def forms_of(compiled: Callable[..., Any]) -> int:
+    """How many times Dynamo has compiled a function."""
+    return len(_entries(_original(compiled)))
+
+
 def _entry(function: FunctionType, scope: dict[str, Any]) -> Any:
     """The code that Dynamo would run."""
     return next((one for one in _entries(function) if one.guard_manager.check(scope)), None)

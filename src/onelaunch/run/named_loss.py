@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onelaunch.errors import OnelaunchError
 from onelaunch.wrong_inputs import require_no_class
 
 FUNCTIONS: dict[Callable[..., Any], str] = {
@@ -25,12 +26,15 @@ MODULES: dict[type[nn.Module], str] = {
 
 def with_named_loss(options: dict[str, Any], y: torch.Tensor) -> dict[str, Any]:
     """`options` with the name of the loss, if it is one of PyTorch's with settings that we have; else as they are.
-    Raises ArgumentTypeError for a class.
+    Raises OnelaunchError for a class, and for a loss with parameters of its own.
 
     y: the targets. Probabilities as targets of cross entropy are left to PyTorch.
     """
     loss = options.get("loss")
     require_no_class(loss)
+    if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
+        name = type(loss).__name__
+        raise OnelaunchError(f"loss={name} has parameters, and only the model is trained: make them part of it")
     name = FUNCTIONS.get(loss) if isinstance(loss, type(F.mse_loss)) else MODULES.get(type(loss))  # type: ignore[arg-type]
     if name is None or (name == "cross_entropy" and y.is_floating_point() and y.dim() > 1):
         return options

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, dependencies_of, inside, is_compiled
+from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, dependencies_of, forms_of, inside, is_compiled
 from onelaunch.capture.dynamo import without_log_breaks
 from onelaunch.capture.graph import clear_workspaces
 from onelaunch.errors import is_out_of_memory
@@ -195,6 +195,16 @@ class PlainStep:
         """Whether a step compiles nothing; true where it should not."""
         with self._inside():
             return not self.compiles or is_compiled(self._forward, self._scope(args, kwargs))
+
+    @property
+    def uncompiled_reason(self) -> str:
+        """Why steps, or some of them, are not compiled, where they should be."""
+        if self.compilers_failure or not self.compiles:
+            return self.compilers_failure
+        limit = torch._dynamo.config.recompile_limit
+        if forms_of(self._forward) < limit:
+            return ""
+        return f"torch.compile has made {limit} forms, its limit, as what they read or take changes; others are not compiled"
 
     @property
     def unknown_reason(self) -> str:

@@ -132,7 +132,7 @@ class Recordings:
                     )
                 pending.changed_by_forward = True
                 return loss
-            del self._pending[key]
+            self._pending.pop(key, None)
             self._recorded.setdefault(key, []).insert(0, recorded)
         if candidates.takes_turns:
             with candidates.timed(kind):

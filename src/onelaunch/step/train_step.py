@@ -117,8 +117,8 @@ class TrainStep:
     @property
     def reason(self) -> str:
         """Why steps are slower than they could be: not recorded, or not compiled; empty while they are both."""
-        failure = self._plain.compilers_failure
-        return "; ".join(filter(None, (self._recordings.reason, failure and f"not compiled: {failure}")))
+        uncompiled = self._plain.uncompiled_reason
+        return "; ".join(filter(None, (self._recordings.reason, uncompiled and f"not compiled: {uncompiled}")))
 
     @property
     def choice(self) -> str:
@@ -171,8 +171,8 @@ class TrainStep:
         loss = getattr(self.loss, "__name__", None if self.loss is None else type(self.loss).__name__)
         recordings = self._recordings
         runs = f"not recorded: {recordings.reason}" if recordings.reason else f"{len(recordings)} recorded"
-        if self._plain.compilers_failure:
-            runs += f"; not compiled: {self._plain.compilers_failure}"
+        if uncompiled := self._plain.uncompiled_reason:
+            runs += f"; not compiled: {uncompiled}"
         return f"TrainStep({type(self.model).__name__}, {loss}, {type(self.optimizer).__name__}; {runs})"
 
     def _require_unbroken_window(self) -> None:
