@@ -15,7 +15,7 @@ from onelaunch.bench.results import check_writable, new_path, only_writer, prove
 from onelaunch.bench.run import check_limit
 from onelaunch.bench.zoo.draw import draw
 from onelaunch.bench.zoo.run import run_zoo
-from onelaunch.cli.bench import show_case
+from onelaunch.cli.bench_case import show_case
 from onelaunch.cli.table import print_line
 from onelaunch.errors import OnelaunchError
 from onelaunch.report.benchmark import undecided
