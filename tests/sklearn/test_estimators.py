@@ -20,7 +20,6 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from onelaunch.errors import OnelaunchError
 from onelaunch.sklearn import MLPClassifier, MLPRegressor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,6 +95,7 @@ def test_every_parameter_of_scikit_learn_that_is_promised():
     assert ours - set(MLPRegressor().get_params()) == {"class_weight", "label_smoothing"}
 
 
+@pytest.mark.filterwarnings("ignore:training ended after max_iter:sklearn.exceptions.ConvergenceWarning")
 def test_solvers_of_scikit_learn():
     """What they mean is what `optimizer` and `schedule` mean."""
     sgd, constant = {"solver": "sgd", "learning_rate": "constant"}, {"optimizer": "sgd", "schedule": "constant"}
@@ -323,6 +323,8 @@ def test_activations(activation):
     assert MLPClassifier(**(QUICK | {"activation": activation})).fit(IRIS_X, IRIS_Y).score(IRIS_X, IRIS_Y) > 0.6
 
 
-def test_a_single_class_is_shown_as_a_plain_value():
-    with pytest.raises(OnelaunchError, match=r"^y has 1 class, 0, in the rows"):
-        MLPClassifier(**QUICK).fit(IRIS_X, 0 * IRIS_Y)
+def test_a_single_class_is_predicted_with_a_warning(caplog):
+    model = MLPClassifier(**QUICK).fit(IRIS_X, np.full(len(IRIS_X), "only"))
+    assert caplog.messages[0] == "y has 1 class, 'only', which will be predicted for every row"
+    assert set(model.predict(IRIS_X)) == {"only"}
+    np.testing.assert_array_equal(model.predict_proba(IRIS_X), 1)

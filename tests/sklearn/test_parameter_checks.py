@@ -26,10 +26,27 @@ IRIS_X, IRIS_Y = load_iris(return_X_y=True)
         ({"device": "tpu"}, "device='tpu' is not known"),
         ({"n_estimators": 0}, "n_estimators=0 must be 1 or more"),
         ({"early_stopping": "sometimes"}, "early_stopping='sometimes' is not known"),
-        ({"solver": "lbfgs"}, "solver='lbfgs' is not known: pass one of 'adam', 'sgd', or None"),
+        ({"solver": "lbfg"}, "solver='lbfg' is not known: .*; did you mean 'lbfgs'"),
+        (
+            {"solver": "lbfgs", "batch_norm": True},
+            "batch_norm=True does not go with solver='lbfgs': pass layer_norm=True",
+        ),
+        (
+            {"solver": "lbfgs", "dropout": 0.5},
+            r"dropout=0\.5 does not go with solver='lbfgs': pass 0, or solver='adam'",
+        ),
+        ({"solver": "lbfgs", "max_iter": 0}, "max_iter=0 must be 1 or more"),
+        ({"solver": "lbfgs", "max_iter": 2.5}, "max_iter=2.5 is not an integer"),
+        ({"solver": "lbfgs", "alpha": -1}, "alpha=-1 must be a finite number, 0 or more"),
+        ({"max_fun": 0}, "max_fun=0 must be 1 or more"),
+        ({"power_t": -1}, "power_t=-1 must be a finite number, 0 or more"),
         ({"solver": "adamm"}, "solver='adamm' is not known: .*; did you mean 'adam'"),
-        ({"learning_rate": "adaptive"}, "learning_rate='adaptive' is not offered: pass 'constant', or schedule"),
-        ({"shuffle": False}, "shuffle=False: rows are always visited in random order"),
+        ({"learning_rate": "adapt"}, "learning_rate='adapt' is not known: .*; did you mean 'adaptive'"),
+        ({"shuffle": False, "engine": "cpu"}, "engine='cpu' does not go with shuffle=False: pass engine='auto'"),
+        (
+            {"solver": "sgd", "learning_rate": "adaptive", "engine": "cpu"},
+            "engine='cpu' does not go with learning_rate='adaptive': pass engine='auto'",
+        ),
         ({"batch_norm": True, "layer_norm": True}, "pass one of the two"),
         (
             {"class_weight": {0: 1, 1: -5, 2: 1}},
@@ -85,7 +102,7 @@ def test_a_switch_of_numpys_is_a_switch():
 )
 def test_a_network_larger_than_the_memory_is_refused_before_it_is_made(monkeypatch, parameters, message):
     monkeypatch.setattr("onelaunch.train.memory.free_memory", lambda: 2**33)
-    monkeypatch.setattr("onelaunch.sklearn.estimator.mlp", lambda *arguments, **options: pytest.fail("made"))
+    monkeypatch.setattr("onelaunch.sklearn.networks.mlp", lambda *arguments, **options: pytest.fail("made"))
     with pytest.raises(OnelaunchError, match=message):
         MLPClassifier(**(QUICK | parameters)).fit(IRIS_X, IRIS_Y)
 

@@ -11,7 +11,7 @@ pytest.importorskip("sklearn")
 from sklearn.datasets import load_iris
 from sklearn.model_selection import GridSearchCV, KFold
 
-from onelaunch.sklearn import MLPClassifier, SweepCV, search
+from onelaunch.sklearn import MLPClassifier, SweepCV, search_fits
 
 X, Y = load_iris(return_X_y=True)
 ESTIMATOR = MLPClassifier((4,), max_iter=1, random_state=0)
@@ -87,7 +87,7 @@ def refused(kind: type[Exception], message: str, grid: Any, rows: dict[str, Any]
 
 @pytest.fixture
 def nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "train", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(search_fits, "train", lambda *_: pytest.fail("trained"))
 
 
 @pytest.mark.usefixtures("nothing_trains")

@@ -33,8 +33,8 @@ def with_named_loss(options: dict[str, Any], y: torch.Tensor) -> dict[str, Any]:
     loss = options.get("loss")
     require_no_class(loss)
     if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
-        name = type(loss).__name__
-        raise OnelaunchError(f"loss={name} has parameters, and only the model is trained: make them part of it")
+        kind = type(loss).__name__
+        raise OnelaunchError(f"loss={kind} has parameters, and only the model is trained: make them part of it")
     name = FUNCTIONS.get(loss) if isinstance(loss, type(F.mse_loss)) else MODULES.get(type(loss))  # type: ignore[arg-type]
     if name is None or (name == "cross_entropy" and y.is_floating_point() and y.dim() > 1):
         return options

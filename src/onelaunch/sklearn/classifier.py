@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils import column_or_1d, compute_sample_weight
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target, unique_labels
 from sklearn.utils.validation import _check_sample_weight
 
 from onelaunch.errors import OnelaunchError, abbreviate, require_option
 from onelaunch.run import table_defaults as defaults
-from onelaunch.sklearn.estimator import BaseMLP, dense
+from onelaunch.sklearn.estimator import BaseMLP, dense, has_partial_fit
+from onelaunch.sklearn.parameters import MAX_FUN, POWER_T
 from onelaunch.sklearn.rows import make_rows
 from onelaunch.sklearn.training import Prepared
 from onelaunch.sklearn.validation import validated
+
+log = logging.getLogger("onelaunch")
 
 
 class MLPClassifier(ClassifierMixin, BaseMLP):
@@ -33,10 +38,13 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     max_iter: the number of epochs; "auto" chooses by the number of rows.
     early_stopping: hold out `validation_fraction` of the rows, stop after `n_iter_no_change` epochs in which the validation
     loss has not improved by `tol`, and keep the best epoch's weights. "auto": with more than 10,000 rows.
-    random_state, warm_start, verbose: as in scikit-learn.
-    solver: "adam" or "sgd", instead of `optimizer`; momentum, nesterovs_momentum: of "sgd".
+    random_state, warm_start, verbose: as in scikit-learn. With an integer, each later call goes on with other random numbers.
+    solver: "adam" or "sgd", instead of `optimizer`; momentum, nesterovs_momentum: of "sgd". With a number as `max_iter`,
+    training also ends as in scikit-learn: once the loss has not improved by `tol` for `n_iter_no_change` epochs.
+    Or "lbfgs", which trains on all rows at once, in float64 and without dropout; max_fun: the number of losses it may compute.
     beta_1, beta_2, epsilon: of "adam" and "adamw"; None for our own.
-    learning_rate: "constant", instead of `schedule`. shuffle: True; rows are always visited in random order.
+    learning_rate: "constant", "adaptive" or "invscaling" (the latter two of "sgd"), instead of `schedule`; power_t: of
+    "invscaling". shuffle: False visits the rows in their order. It and those two rates train with PyTorch's operations.
 
     Further parameters:
     dropout, batch_norm, layer_norm: in each hidden layer.
@@ -61,7 +69,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         max_iter: int | str = "auto",
         early_stopping: bool | str = "auto",
         validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
+        n_iter_no_change: float = 10,
         tol: float = 1e-4,
         random_state: Any = None,
         warm_start: bool = False,
@@ -81,6 +89,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         beta_1: float | None = None,
         beta_2: float | None = None,
         epsilon: float | None = None,
+        power_t: float = POWER_T,
+        max_fun: int = MAX_FUN,
         scale: str | None = "robust",
         n_estimators: int = 1,
         precision: str = "auto",
@@ -93,8 +103,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             n_iter_no_change=n_iter_no_change, tol=tol, random_state=random_state, warm_start=warm_start,
             verbose=verbose, dropout=dropout, batch_norm=batch_norm, layer_norm=layer_norm, schedule=schedule,
             optimizer=optimizer, solver=solver, learning_rate=learning_rate, shuffle=shuffle, momentum=momentum,
-            nesterovs_momentum=nesterovs_momentum, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, scale=scale,
-            n_estimators=n_estimators, precision=precision, engine=engine, device=device,
+            nesterovs_momentum=nesterovs_momentum, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, power_t=power_t,
+            max_fun=max_fun, scale=scale, n_estimators=n_estimators, precision=precision, engine=engine, device=device,
         )  # fmt: skip
         self.class_weight = class_weight
         self.label_smoothing = label_smoothing
@@ -112,6 +122,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         continues = bool(self.warm_start) and hasattr(self, "models_")
         return self._fit(X, y, sample_weight, continues=continues)
 
+    @available_if(has_partial_fit)
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> MLPClassifier:
         """Train one epoch on these rows; returns self. The first call fixes the scaling of the features.
 
@@ -153,7 +164,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             self._check_labels(found, multilabel, all_of_them=all_labels)
         else:
             self.classes_ = found if classes is None else unique_labels(classes)
-            self._multilabel = multilabel
+            self._multilabel, self._dtype = multilabel, X.dtype
             self._check_labels(found, multilabel, all_of_them=False)
         if self.class_weight is not None:
             if isinstance(self.class_weight, str):
@@ -165,18 +176,25 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             sample_weight = by_class if sample_weight is None else by_class * sample_weight
         targets = y.astype(np.float32) if multilabel else np.searchsorted(self.classes_, y)
         loss = "bce_with_logits" if multilabel else "cross_entropy"
-        rows = make_rows(dense(X), targets, sample_weight)
+        rows = make_rows(dense(X), targets, sample_weight, in_order=not self.shuffle)
         if not multilabel and len(self.classes_) < 2:
             only = self.classes_[:1].tolist()[0]  # a Python value: NumPy's would be shown with their type
-            raise OnelaunchError(f"y has 1 class, {only!r}, in the rows of positive weight: pass 2 or more")
+            log.warning("y has 1 class, %r, which will be predicted for every row", only)
         self.out_activation_ = "logistic" if multilabel else "softmax"
-        return Prepared(self._scaled(rows, continues=continues), rows.y, rows.weight, len(self.classes_), loss)
+        return Prepared(
+            self._scaled(rows, continues=continues), rows.y, rows.weight, len(self.classes_), loss, rows.total_weight
+        )
 
     def _check_labels(self, found: np.ndarray, multilabel: bool, *, all_of_them: bool) -> None:
         """Raise ValueError for labels of another kind, and for labels that are not in `classes_`."""
         unknown = np.setdiff1d(found, self.classes_)
         differ = len(found) != len(self.classes_) and (all_of_them or multilabel)
         if multilabel != self._multilabel or len(unknown) or differ:
+            if all_of_them:
+                raise ValueError(
+                    "warm_start can only be used where `y` has the same classes as in the previous call to fit. "
+                    f"Previously got {self.classes_}, `y` has {found}, which are not those of the fitted estimator"
+                )
             raise ValueError(f"y has the classes {found}, which are not those of the fitted estimator: {self.classes_}")
 
     def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:

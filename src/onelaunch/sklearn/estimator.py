@@ -1,4 +1,4 @@
-"""What the classifier and the regressor share: parameters, the network, training on the engines, and its record.
+"""What the classifier and the regressor share: the network, training on the engines, and predictions.
 
 A fit goes through these stages: check and weight the rows (`sklearn/rows.py`), scale them (`onelaunch.data.scaling`), build
 the networks (`onelaunch.train.mlp`), train them together (`sklearn/training.py`), and keep them on the CPU for predictions.
@@ -6,111 +6,46 @@ the networks (`onelaunch.train.mlp`), train them together (`sklearn/training.py`
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
-from onelaunch.data.hold_out import held_out_count
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.device import default_device
-from onelaunch.errors import OnelaunchError, abbreviate, require_integer
-from onelaunch.optimizers import OPTIMIZERS
-from onelaunch.run import table_defaults as defaults
-from onelaunch.run.early_stopping import EarlyStopping
-from onelaunch.sklearn.parameter_checks import check_parameters, hidden_widths
+from onelaunch.sklearn.continuing import (
+    architecture_of,
+    check_architecture_unchanged,
+    later_seed,
+    with_dropout,
+    with_held_out_rows,
+)
+from onelaunch.sklearn.convergence import Convergence
+from onelaunch.sklearn.lbfgs import train_lbfgs
+from onelaunch.sklearn.networks import make_network, network_widths
+from onelaunch.sklearn.parameter_checks import check_parameters
 from onelaunch.sklearn.parameter_names import named_by_parameters
+from onelaunch.sklearn.parameters import MLPParameters
+from onelaunch.sklearn.record import record_fit, warn_of_max_iter
 from onelaunch.sklearn.rows import Rows, to_float32
 from onelaunch.sklearn.training import Network, Prepared, train_networks
 from onelaunch.sklearn.validation import validated
 from onelaunch.train.history import History
-from onelaunch.train.memory import no_room_reason, parameters_of, training_copies
-from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 
-MIN_ROWS_TO_STOP_EARLY = 10_000  # with early_stopping="auto"
-ACTIVATION_ALIASES = {"logistic": "sigmoid", "identity": None}  # scikit-learn's names
 
-
-class BaseMLP(BaseEstimator):
-    """The parameters of `MLPClassifier` and `MLPRegressor`, and their common methods."""
+class BaseMLP(MLPParameters):
+    """The common methods of `MLPClassifier` and `MLPRegressor`."""
 
     models_: list[nn.Sequential]
-    loss_curve_: list[float]
-    t_: int
-
-    def __init__(
-        self,
-        hidden_layer_sizes: Any = defaults.HIDDEN,
-        activation: str = "relu",
-        *,
-        alpha: float = defaults.WEIGHT_DECAY,
-        batch_size: int | str = "auto",
-        learning_rate_init: float = defaults.LR,
-        max_iter: int | str = "auto",
-        early_stopping: bool | str = "auto",
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 1e-4,
-        random_state: Any = None,
-        warm_start: bool = False,
-        verbose: bool = False,
-        dropout: float = defaults.DROPOUT,
-        batch_norm: bool = False,
-        layer_norm: bool = False,
-        schedule: str = "auto",
-        optimizer: str = defaults.OPTIMIZER,
-        solver: str | None = None,
-        learning_rate: str | None = None,
-        shuffle: bool = True,
-        momentum: float = 0.9,
-        nesterovs_momentum: bool = True,
-        beta_1: float | None = None,
-        beta_2: float | None = None,
-        epsilon: float | None = None,
-        scale: str | None = "robust",
-        scale_target: bool = True,  # a classifier, which has no such parameter, does not use it
-        n_estimators: int = 1,
-        precision: str = "auto",
-        engine: str = "auto",
-        device: str = "auto",
-    ) -> None:
-        self.hidden_layer_sizes = hidden_layer_sizes
-        self.activation = activation
-        self.alpha = alpha
-        self.batch_size = batch_size
-        self.learning_rate_init = learning_rate_init
-        self.max_iter = max_iter
-        self.early_stopping = early_stopping
-        self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.tol = tol
-        self.random_state = random_state
-        self.warm_start = warm_start
-        self.verbose = verbose
-        self.dropout = dropout
-        self.batch_norm = batch_norm
-        self.layer_norm = layer_norm
-        self.schedule = schedule
-        self.optimizer = optimizer
-        self.solver = solver
-        self.learning_rate = learning_rate
-        self.shuffle = shuffle
-        self.momentum = momentum
-        self.nesterovs_momentum = nesterovs_momentum
-        self.beta_1 = beta_1
-        self.beta_2 = beta_2
-        self.epsilon = epsilon
-        self.scale = scale
-        self.scale_target = scale_target
-        self.n_estimators = n_estimators
-        self.precision = precision
-        self.engine = engine
-        self.device = device
+    n_iter_: int
+    _rules: list[Convergence]
+    _first_seeds: list[int] | None = None  # of the fit that made the networks: they choose the rows to hold out
+    _calls = 0  # that have trained these networks
 
     @property
     def model_(self) -> nn.Sequential:
@@ -120,13 +55,16 @@ class BaseMLP(BaseEstimator):
 
     @property
     def coefs_(self) -> list[np.ndarray]:
-        """The weights of each Linear of `model_`, [inputs, outputs]."""
-        return [layer.weight.detach().numpy().T.copy() for layer in self.model_ if isinstance(layer, nn.Linear)]
+        """The weights of each Linear of `model_`, [inputs, outputs], in the dtype of the X of `fit`."""
+        return [self._as_fitted(layer.weight).T for layer in self.model_ if isinstance(layer, nn.Linear)]
 
     @property
     def intercepts_(self) -> list[np.ndarray]:
-        """The bias of each Linear of `model_`, [outputs]."""
-        return [layer.bias.detach().numpy().copy() for layer in self.model_ if isinstance(layer, nn.Linear)]
+        """The bias of each Linear of `model_`, [outputs], in the dtype of the X of `fit`."""
+        return [self._as_fitted(layer.bias) for layer in self.model_ if isinstance(layer, nn.Linear)]
+
+    def _as_fitted(self, values: torch.Tensor) -> np.ndarray:
+        return values.detach().numpy().astype(getattr(self, "_dtype", np.float32))
 
     @property
     def n_layers_(self) -> int:
@@ -141,10 +79,22 @@ class BaseMLP(BaseEstimator):
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "models_")
 
+    @property
+    def _no_improvement_count(self) -> int:
+        """Under scikit-learn's private name, which scripts read: epochs since the loss last improved by `tol`."""
+        return self._rules[0].epochs_without_improvement
+
+    @property
+    def _optimizer(self) -> Convergence:
+        """Under scikit-learn's private name, which scripts read: it has the `learning_rate`."""
+        return self._rules[0]
+
     def _scaled(self, rows: Rows, *, continues: bool) -> np.ndarray:
         """The features of checked rows as the networks take them, float32. `continues`: with the scaling of the last fit."""
         check_parameters(self)
-        if not continues:
+        if continues:
+            check_architecture_unchanged(self, getattr(self, "_architecture", {}))
+        else:
             self._scaling = FeatureScaling.fit(rows.x, rows.weight) if self.scale else None
         return to_float32("X", rows.x, "scale='robust'") if self._scaling is None else self._scaling.transform(rows.x)
 
@@ -156,28 +106,64 @@ class BaseMLP(BaseEstimator):
         networks = self._networks(prepared, continues=continues, epochs=epochs)
         try:
             with named_by_parameters():
-                histories = train_networks(networks, verbose=bool(self.verbose))
+                histories = self._train(networks, prepared)
         finally:
             for network in networks:
                 network.model.to("cpu").eval()
         self._finish(prepared, [network.model for network in networks], histories, continues)
+        if epochs is None and self.solver in ("adam", "sgd") and self.n_iter_ == self.max_iter:
+            warn_of_max_iter(self.max_iter, self._rules[0])
+
+    def _trains_alone(self, networks: list[Network]) -> bool:
+        """Whether networks in one launch with others would not be trained as this estimator's parameters say."""
+        return self.solver == "lbfgs" or any(network.trains_alone for network in networks)
+
+    def _train(self, networks: list[Network], prepared: Prepared) -> list[History]:
+        if self.solver == "lbfgs":
+            return [train_lbfgs(network.model, prepared, self._lbfgs_settings()) for network in networks]
+        return train_networks(networks, verbose=bool(self.verbose))
 
     def _networks(self, prepared: Prepared, *, continues: bool = False, epochs: int | None = None) -> list[Network]:
         """The networks to train, each with the arguments of its `ol.fit`."""
         random = check_random_state(self.random_state)
         device = default_device() if self.device == "auto" else torch.device(self.device)
-        widths = [] if continues else self._widths(prepared, device)
+        widths = [] if continues else network_widths(self, prepared.x.shape[1], prepared.outputs, device)
         seeds = [int(random.randint(2**31 - 1)) for _ in range(self.n_estimators)]
         with named_by_parameters():
             options = self._options(len(prepared.x), prepared.loss, epochs)
+        dropout = 0.0 if self.solver == "lbfgs" else float(self.dropout)
         if continues:
-            models = self.models_
+            models = [with_dropout(model, dropout) for model in self.models_]
         else:
-            models = [self._network(widths, seed) for seed in seeds]
-        return [
-            Network(model.to(device), prepared.x, prepared.y, prepared.weight, {**options, "seed": seed})
-            for model, seed in zip(models, seeds, strict=True)
-        ]
+            models = [make_network(self, widths, dropout, seed) for seed in seeds]
+            self._calls, self._first_seeds = 0, seeds
+        dtype = torch.float64 if self.solver == "lbfgs" else torch.float32
+        ends = self.solver is not None and self.max_iter != "auto" and "validation" not in options and epochs is None
+        self._rules = self._convergences(continues=continues, partial=epochs is not None, ends=ends)
+        networks = [
+            Network(
+                model.to(device, dtype), prepared.x, prepared.y, prepared.weight,
+                {**options, "seed": later_seed(seed, self._calls)}, rule, bool(self.shuffle),
+            )
+            for model, seed, rule in zip(models, seeds, self._rules, strict=True)
+        ]  # fmt: skip
+        if continues and "validation" in options:
+            networks = [with_held_out_rows(*pair) for pair in zip(networks, self._first_seeds or seeds, strict=True)]
+        return networks
+
+    def _convergences(self, *, continues: bool, partial: bool, ends: bool) -> list[Convergence]:
+        """scikit-learn's rules for each network. Those of a fitted estimator go on; `fit` starts with the first rate again."""
+        rate_rule = self._rate_rule()
+        settings: dict[str, Any] = {
+            "rate_rule": rate_rule, "first_rate": self.learning_rate_init, "power_t": self.power_t, "tol": self.tol,
+            "patience": self.n_iter_no_change, "ends_training": ends or (rate_rule == "adaptive" and not partial),
+        }  # fmt: skip
+        if not (partial and continues):
+            settings["learning_rate"] = self.learning_rate_init
+        before = getattr(self, "_rules", []) if continues else []
+        if len(before) != self.n_estimators:
+            before = [Convergence(learning_rate=self.learning_rate_init) for _ in range(self.n_estimators)]
+        return [dataclasses.replace(rule, **settings) for rule in before]
 
     def _finish(
         self, prepared: Prepared, models: list[nn.Sequential], histories: list[History], continues: bool
@@ -185,84 +171,9 @@ class BaseMLP(BaseEstimator):
         """Set the attributes of a fit whose networks are trained."""
         self.models_ = models
         self.n_outputs_ = prepared.outputs
-        self._record(histories, len(prepared.x), continues)
-
-    def _record(self, histories: list[History], rows: int, continues: bool) -> None:
-        """The record of training, as scikit-learn names it; of several networks, the first one's."""
-        epochs = histories[0].epochs
-        before = self.loss_curve_ if continues else []
-        self.loss_curve_ = before + [epoch["loss"] for epoch in epochs]
-        self.loss_ = self.loss_curve_[-1]
-        self.n_iter_ = len(self.loss_curve_)
-        self.t_ = (self.t_ if continues else 0) + rows * len(epochs)
-        validation = [epoch["validation"] for epoch in epochs if epoch["validation"]]
-        scores = [-found["loss"] if found["accuracy"] is None else found["accuracy"] for found in validation]
-        self.validation_scores_ = scores or None
-        self.best_validation_score_ = max(scores) if scores else None
-        self.best_loss_ = None if scores else min(self.loss_curve_)
-        self.history_ = histories[0]
-
-    def _widths(self, prepared: Prepared, device: torch.device) -> list[int]:
-        """The widths of the networks. Raises OnelaunchError if `n_estimators` of them do not fit into memory."""
-        widths = [prepared.x.shape[1], *hidden_widths(self.hidden_layer_sizes), prepared.outputs]
-        optimizer = self.solver or self.optimizer
-        trains_here = device.type == "cpu" and optimizer in OPTIMIZERS
-        copies = training_copies(optimizer) if trains_here else 1
-        if reason := no_room_reason(self.n_estimators * parameters_of(widths), copies):
-            several = "" if self.n_estimators == 1 else f" with n_estimators={self.n_estimators}"
-            given = f"hidden_layer_sizes={abbreviate(self.hidden_layer_sizes)}{several}"
-            remedy = f"pass smaller widths{' or fewer networks' if several else ''}"
-            raise OnelaunchError(f"{given} does not fit into memory ({reason}): {remedy}")
-        return widths
-
-    def _network(self, widths: list[int], seed: int) -> nn.Sequential:
-        known = isinstance(self.activation, str)
-        return mlp(
-            widths, activation=ACTIVATION_ALIASES.get(self.activation, self.activation) if known else self.activation,
-            dropout=self.dropout, batch_norm=bool(self.batch_norm), layer_norm=bool(self.layer_norm), seed=seed,
-        )  # fmt: skip
-
-    def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:
-        """The arguments of `ol.fit` for this many rows."""
-        batch_size = defaults.table_batch_size(rows) if self.batch_size == "auto" else self.batch_size
-        batch_size = min(require_integer("batch_size", batch_size, "'auto' or rows per step, 1 or more"), rows)
-        if batch_size < 1:
-            raise OnelaunchError(f"batch_size={batch_size} must be 1 or more, or 'auto'")
-        stops_early = epochs is None and self._stops_early(rows)
-        trained = rows - held_out_count(rows, self.validation_fraction) if stops_early else rows
-        wanted: Any = self.max_iter if epochs is None else epochs
-        wanted = defaults.table_epochs(rows, batch_size) if wanted == "auto" else wanted
-        options: dict[str, Any] = {
-            "epochs": require_integer("max_iter", wanted, "'auto' or a number of epochs, 1 or more"),
-            "batch_size": batch_size, "lr": self.learning_rate_init, "weight_decay": self.alpha,
-            "schedule": self._schedule(partial=epochs is not None), "loss": loss, "precision": self.precision,
-            "engine": self.engine, **self._optimizer_options(),
-            "drop_last": bool(self.batch_norm) and trained > batch_size and trained % batch_size == 1,  # BatchNorm1d
-        }  # fmt: skip
-        if stops_early:
-            options["validation"] = float(self.validation_fraction)
-            options["early_stopping"] = EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
-        return options
-
-    def _schedule(self, *, partial: bool) -> str:
-        """The schedule of `ol.fit`. "auto" is constant in `partial_fit`, which does not know how many calls follow."""
-        given = self.learning_rate or self.schedule
-        return ("constant" if partial else defaults.SCHEDULE) if given == "auto" else given
-
-    def _optimizer_options(self) -> dict[str, Any]:
-        """The optimizer and what it takes of `momentum`, `beta_1`, `beta_2` and `epsilon`."""
-        name = self.solver or self.optimizer
-        if name == "sgd":
-            nesterov = bool(self.nesterovs_momentum) and bool(self.momentum)
-            return {"optimizer": name, "momentum": self.momentum, "nesterov": nesterov}
-        if name not in ("adam", "adamw"):
-            return {"optimizer": name}
-        given = zip((self.beta_1, self.beta_2), defaults.BETAS, strict=True)
-        betas = tuple(default if beta is None else beta for beta, default in given)
-        return {"optimizer": name, "betas": betas, "eps": defaults.EPS if self.epsilon is None else self.epsilon}
-
-    def _stops_early(self, rows: int) -> bool:
-        return rows > MIN_ROWS_TO_STOP_EARLY if self.early_stopping == "auto" else bool(self.early_stopping)
+        self._architecture = architecture_of(self)
+        self._calls += 1
+        record_fit(self, histories, len(prepared.x), continues)
 
     def _outputs(self, X: Any) -> list[np.ndarray]:
         """The float64 outputs of each network for the rows of X; in float64 they do not depend on the batch they are in."""
@@ -276,3 +187,10 @@ def dense(X: Any) -> np.ndarray:
     """X as an array; a sparse matrix is expanded."""
     found: np.ndarray = X.toarray() if hasattr(X, "toarray") else X
     return found
+
+
+def has_partial_fit(estimator: BaseMLP) -> bool:
+    """Raise AttributeError for the solver that has no epochs."""
+    if estimator.solver == "lbfgs":
+        raise AttributeError("partial_fit is not available with solver='lbfgs': pass 'adam' or 'sgd'")
+    return True

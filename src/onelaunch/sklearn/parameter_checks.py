@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer, require_option
+from onelaunch.run.table_defaults import DROPOUT
+from onelaunch.sklearn.convergence import RATE_RULES, STEERED
 
 SCALES = ("robust",)
-SOLVERS = ("adam", "sgd")  # scikit-learn's, but for lbfgs
+SOLVERS = ("adam", "sgd", "lbfgs")
+STEPWISE_ENGINES = ("auto", "eager")  # that visit rows in their order, and let the losses decide on the rate
 SWITCHES = ("batch_norm", "layer_norm", "shuffle", "nesterovs_momentum", "warm_start", "scale_target")
 
 
@@ -33,12 +36,15 @@ def check_parameters(estimator: Any) -> None:
         raise OnelaunchError(f"n_estimators={estimator.n_estimators} must be 1 or more")
     if estimator.solver is not None:
         require_option("solver", estimator.solver, SOLVERS, or_else="None")
-    if estimator.learning_rate not in (None, "constant"):
-        raise OnelaunchError(
-            f"learning_rate={estimator.learning_rate!r} is not offered: pass 'constant', or schedule='cosine' instead"
-        )
-    if not estimator.shuffle:
-        raise OnelaunchError("shuffle=False: rows are always visited in random order; leave it out")
+    if estimator.learning_rate is not None:
+        require_option("learning_rate", estimator.learning_rate, RATE_RULES, or_else="None for schedule")
+    if not _is_number(estimator.power_t) or not 0 <= estimator.power_t < math.inf:
+        raise OnelaunchError(f"power_t={abbreviate(estimator.power_t)} must be a finite number, 0 or more")
+    if require_integer("max_fun", estimator.max_fun, "a number of losses, 1 or more") < 1:
+        raise OnelaunchError(f"max_fun={estimator.max_fun} must be 1 or more")
+    _check_engine(estimator)
+    if estimator.solver == "lbfgs":
+        _check_lbfgs(estimator)
     if estimator.batch_norm and estimator.layer_norm:
         raise OnelaunchError("batch_norm=True and layer_norm=True: pass one of the two")
     if not _is_switch(estimator.verbose) and not isinstance(estimator.verbose, numbers.Integral):
@@ -54,7 +60,8 @@ def _check_early_stopping(estimator: Any) -> None:
         raise ArgumentTypeError(
             f"early_stopping={abbreviate(given)} must be True, False or 'auto': pass a number of epochs as n_iter_no_change"
         )
-    if require_integer("n_iter_no_change", estimator.n_iter_no_change, "a number of epochs, 1 or more") < 1:
+    patience = estimator.n_iter_no_change
+    if patience != math.inf and require_integer("n_iter_no_change", patience, "a number of epochs, 1 or more") < 1:
         raise OnelaunchError(f"n_iter_no_change={estimator.n_iter_no_change} must be 1 or more epochs")
     if not _is_number(estimator.tol) or not 0 <= estimator.tol < math.inf:
         raise OnelaunchError(f"tol={abbreviate(estimator.tol)} must be a finite number, 0 or more")
@@ -62,6 +69,28 @@ def _check_early_stopping(estimator: Any) -> None:
         raise OnelaunchError(
             f"validation_fraction={abbreviate(fraction)} must be a fraction between 0 and 1, such as 0.1"
         )
+
+
+def _check_engine(estimator: Any) -> None:
+    """Raise OnelaunchError where an engine is requested that has not what other parameters ask for."""
+    if estimator.engine in STEPWISE_ENGINES or estimator.solver == "lbfgs":
+        return
+    steered = estimator.learning_rate in STEERED and (estimator.solver or estimator.optimizer) == "sgd"
+    if not estimator.shuffle or steered:
+        given = f"learning_rate={estimator.learning_rate!r}" if estimator.shuffle else "shuffle=False"
+        raise OnelaunchError(f"engine={estimator.engine!r} does not go with {given}: pass engine='auto'")
+
+
+def _check_lbfgs(estimator: Any) -> None:
+    """Raise OnelaunchError for what makes two losses of the same weights differ, or depend on the batch."""
+    if estimator.batch_norm:
+        raise OnelaunchError("batch_norm=True does not go with solver='lbfgs': pass layer_norm=True, or solver='adam'")
+    if estimator.dropout not in (0, DROPOUT):
+        raise OnelaunchError(f"dropout={estimator.dropout} does not go with solver='lbfgs': pass 0, or solver='adam'")
+    if estimator.max_iter != "auto" and require_integer("max_iter", estimator.max_iter, "iterations, 1 or more") < 1:
+        raise OnelaunchError(f"max_iter={estimator.max_iter} must be 1 or more")
+    if not _is_number(estimator.alpha) or not 0 <= estimator.alpha < math.inf:
+        raise OnelaunchError(f"alpha={abbreviate(estimator.alpha)} must be a finite number, 0 or more")
 
 
 def _is_number(value: object) -> bool:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.utils import column_or_1d
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import _check_sample_weight
 
 from onelaunch.data.scaling import TargetScaling
-from onelaunch.sklearn.estimator import BaseMLP, dense
-from onelaunch.sklearn.rows import make_rows, to_float32
+from onelaunch.sklearn.estimator import BaseMLP, dense, has_partial_fit
+from onelaunch.sklearn.rows import fits_float32, make_rows, to_float32
 from onelaunch.sklearn.training import Prepared
 from onelaunch.sklearn.validation import validated
 
@@ -40,6 +41,7 @@ class MLPRegressor(RegressorMixin, BaseMLP):
         """
         return self._fit(X, y, sample_weight, continues=bool(self.warm_start) and hasattr(self, "models_"))
 
+    @available_if(has_partial_fit)
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> MLPRegressor:
         """Train one epoch on these rows; returns self. The first call fixes the scaling of features and targets.
 
@@ -63,20 +65,27 @@ class MLPRegressor(RegressorMixin, BaseMLP):
         targets = np.asarray(y, np.float64).reshape(len(y), -1)
         if continues and targets.shape[1] != self.n_outputs_:
             raise ValueError(f"y has {targets.shape[1]} targets, the fitted estimator {self.n_outputs_}: pass as many")
-        rows = make_rows(dense(X), targets, sample_weight)
+        rows = make_rows(dense(X), targets, sample_weight, in_order=not self.shuffle)
         if not continues:
             self._target_scaling = TargetScaling.fit(rows.y, rows.weight) if self.scale_target else None
             self._flat = flat
+            self._dtype = X.dtype if fits_float32(targets) else np.dtype(np.float64)
         if self._target_scaling is None:
             scaled = to_float32("y", rows.y, "scale_target=True")
         else:
             scaled = self._target_scaling.transform(rows.y)
         self.out_activation_ = "identity"
-        return Prepared(self._scaled(rows, continues=continues), scaled, rows.weight, targets.shape[1], "mse")
+        return Prepared(
+            self._scaled(rows, continues=continues), scaled, rows.weight, targets.shape[1], "mse", rows.total_weight
+        )
 
     def predict(self, X: Any) -> np.ndarray:
-        """The predicted targets, float64 [rows], or [rows, targets] if y had two dimensions; the mean of the networks'."""
+        """The predicted targets, [rows], or [rows, targets] if y had two dimensions; the mean of the networks'.
+
+        They are float64, or float32 if the rows of `fit` were float32 and the targets are of a size that it can hold.
+        """
         outputs = np.mean(self._outputs(X), axis=0)
         if self._target_scaling is not None:
             outputs = self._target_scaling.inverse(outputs)
+        outputs = outputs.astype(getattr(self, "_dtype", np.float64), copy=False)
         return outputs[:, 0] if self._flat else outputs

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,16 @@ from torch import nn
 from onelaunch.engines.contract import Run
 from onelaunch.errors import DivergedError, UnsupportedError
 from onelaunch.run.spec import Spec
+from onelaunch.sklearn.convergence import Convergence, EpochRules
+from onelaunch.sklearn.stepwise import StepwiseEngine
 from onelaunch.sweep.active import Job, Switch
 from onelaunch.sweep.trainer import train
-from onelaunch.train.fit import fit
 from onelaunch.train.history import History
 from onelaunch.train.inputs import make_run
 from onelaunch.train.interrupts import on_interrupt
+from onelaunch.train.loop import drive
+from onelaunch.train.predict import remember_task
+from onelaunch.train.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Prepared:
     weight: np.ndarray | None
     outputs: int
     loss: str
+    total_weight: float
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,14 @@ class Network:
     x: np.ndarray
     y: np.ndarray
     weight: np.ndarray | None
-    options: dict[str, Any]  # of `fit`, and `validation` if a fraction of the rows is held out
+    options: dict[str, Any]  # of `fit`, and `validation`: the fraction of the rows to hold out, or those rows
+    convergence: Convergence = field(default_factory=Convergence)
+    shuffle: bool = True
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether the losses or the order of the rows decide on something that networks in one launch cannot."""
+        return not self.shuffle or self.convergence.steers_rate or self.convergence.ends_training
 
     @property
     def sample_weight(self) -> np.ndarray | None:
@@ -88,11 +101,8 @@ class NetworkRuns:
 
 def train_networks(networks: Sequence[Network], *, verbose: bool) -> list[History]:
     """Train all networks and return their histories. Raises DivergedError if one diverges, KeyboardInterrupt on Ctrl-C."""
-    if len(networks) == 1 or verbose:
-        return [
-            fit(each.model, each.x, each.y, sample_weight=each.sample_weight, progress=verbose, **each.options)
-            for each in networks
-        ]
+    if len(networks) == 1 or verbose or any(network.trains_alone for network in networks):
+        return [_train_alone(network, verbose=verbose) for network in networks]
     runs = NetworkRuns()
     switch = Switch()
     jobs = [Job(number, lambda each=each: runs.run(each)) for number, each in enumerate(networks)]  # type: ignore[misc]
@@ -107,3 +117,19 @@ def train_networks(networks: Sequence[Network], *, verbose: bool) -> list[Histor
     if switch.stop:
         raise KeyboardInterrupt
     return [found[number] for number in range(len(networks))]
+
+
+def _train_alone(network: Network, *, verbose: bool) -> History:
+    """`ol.fit` of one network, with its rules of convergence."""
+    started = time.perf_counter()
+    options = dict(network.options)
+    validation = options.pop("validation", None)
+    run = make_run(network.model, network.x, network.y, validation, options, sample_weight=network.sample_weight)
+    remember_task(run, flat=network.y.ndim == 1)
+    rules, chosen = EpochRules(network.convergence, run.spec.rows, verbose=verbose), None
+    if not network.shuffle or network.convergence.steers_rate:
+        engine = StepwiseEngine(network.convergence, shuffle=network.shuffle)
+        chosen = (engine, engine.reason)
+    return drive(
+        run, checkpoint=None, resume=False, progress=Progress(), listener=rules, started=started, chosen=chosen
+    )

@@ -46,6 +46,12 @@ class Listener:
     """Called once when a run has been accepted and is about to start, then after each epoch."""
 
     needs_weights = False  # whether the model must hold the weights of the epoch that has ended
+    may_stop = False  # whether `stop` may become true: an engine then does not train ahead of the epoch that has ended
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run ends after this epoch."""
+        return False
 
     def started(self, history: History) -> None: ...
 
@@ -70,9 +76,10 @@ class StopSwitch:
 
 
 def drive(
-    run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float
-) -> History:
-    """Train `run` to its end and return its history.
+    run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float,
+    chosen: tuple[Engine, str] | None = None,
+) -> History:  # fmt: skip
+    """Train `run` to its end and return its history. `chosen`: an engine and the reason for it, instead of the fastest.
 
     Ctrl-C ends the run at a step boundary: the checkpoint is written, the model is usable, and KeyboardInterrupt is raised.
     Where several processes train together, all read the checkpoint, and the leading one writes it and reports.
@@ -83,14 +90,14 @@ def drive(
         progress, listener = Progress(), Listener()
     epoch_end = EpochEnd(run)
     needs_weights = epoch_end.needs_weights or listener.needs_weights
-    run = dataclasses.replace(run, checkpoints=checkpoint is not None or needs_weights)
+    run = dataclasses.replace(run, checkpoints=checkpoint is not None or needs_weights or listener.may_stop)
     with checkpoint_lock(written, must_exist=resume):
         resumed = None
         if resume and checkpoint:
             resumed = load_checkpoint(checkpoint)
             check_fits(checkpoint, resumed, run)
             run = dataclasses.replace(run, uneven_updates=uneven_updates(run, resumed.state, resumed.step))
-        chosen = _choose(run, resumed)
+        chosen = chosen or _choose(run, resumed)
         history = History(device=device_name(run.device))
         recorder = Recorder(run.spec, run.outputs, history)
         state: State = {}
@@ -149,7 +156,7 @@ def drive(
                             save(session.snapshot(), session.engine)
                     if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
                         raise KeyboardInterrupt
-                    if epoch_end.stopped:
+                    if epoch_end.stopped or listener.stop:
                         break
             session.snapshot()
             save.raise_on_bad_weights()

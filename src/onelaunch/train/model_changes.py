@@ -168,7 +168,8 @@ def _says_all(module: nn.Module) -> bool:
 def _settings(model: nn.Module) -> Settings:
     """Types and attributes of the modules whose forward is known, without their modes, and the hooks on all modules."""
     found: Settings = {
-        path: {"type": type(module)} | {name: _entries(value) for name, value in vars(module).items() if name != "training"}
+        path: {"type": type(module)}
+        | {name: _entries(value) for name, value in vars(module).items() if name != "training"}
         for path, module in model.named_modules()
         if _says_all(module)
     }
