@@ -28,6 +28,6 @@ def table_batch_size(rows: int) -> int:
     return min(MAX_BATCH, max(MIN_BATCH, 1 << (wanted.bit_length() - 1)))
 
 
-def table_epochs(rows: int, batch_size: int) -> int:
+def table_epochs(rows: int, batch_size: int, steps: int = STEPS, longest: int = MAX_EPOCHS) -> int:
     """Passes over the table: about 500 steps, but at least 12 and at most 60 epochs."""
-    return min(MAX_EPOCHS, max(MIN_EPOCHS, round(STEPS / ceil_div(rows, batch_size))))
+    return min(longest, max(MIN_EPOCHS, round(steps / ceil_div(rows, batch_size))))

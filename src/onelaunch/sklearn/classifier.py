@@ -17,6 +17,7 @@ from onelaunch.errors import OnelaunchError, abbreviate, require_option
 from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense, has_partial_fit
 from onelaunch.sklearn.parameters import MAX_FUN, POWER_T
+from onelaunch.sklearn.presets import preset_of
 from onelaunch.sklearn.rows import make_rows
 from onelaunch.sklearn.training import Prepared
 from onelaunch.sklearn.validation import validated
@@ -53,6 +54,9 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     class_weight: None, "balanced", or {label: weight} (a list of such dicts for multilabel targets).
     scale: "robust" scales features by their quartiles and clips them smoothly to (-3, 3); None takes them as they are.
     n_estimators: train this many networks from different seeds and average their probabilities.
+    preset: "best" trains 8 networks for longer, with label_smoothing=0.1, each without an eighth of the rows. On these
+    `temperature_` is found; a regressor keeps the best epoch of each network. It takes about ten times as long, and has better
+    probabilities. Parameters that you set count.
     device: "auto" (a GPU if there is one), "cpu" or "cuda".
 
     Attributes: `classes_`, `models_`, `model_`, `history_`, and those of scikit-learn's class. `coefs_` apply to scaled rows.
@@ -93,6 +97,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         max_fun: int = MAX_FUN,
         scale: str | None = "robust",
         n_estimators: int = 1,
+        preset: str = "default",
         precision: str = "auto",
         engine: str = "auto",
         device: str = "auto",
@@ -104,7 +109,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             verbose=verbose, dropout=dropout, batch_norm=batch_norm, layer_norm=layer_norm, schedule=schedule,
             optimizer=optimizer, solver=solver, learning_rate=learning_rate, shuffle=shuffle, momentum=momentum,
             nesterovs_momentum=nesterovs_momentum, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, power_t=power_t,
-            max_fun=max_fun, scale=scale, n_estimators=n_estimators, precision=precision, engine=engine, device=device,
+            max_fun=max_fun, scale=scale, n_estimators=n_estimators, preset=preset, precision=precision, engine=engine,
+            device=device,
         )  # fmt: skip
         self.class_weight = class_weight
         self.label_smoothing = label_smoothing
@@ -200,13 +206,14 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:
         options = super()._options(rows, loss, epochs)
         if loss == "cross_entropy":
-            options["label_smoothing"] = self.label_smoothing
+            options["label_smoothing"] = preset_of(self).label_smoothing
         return options
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """The probability of each class, float64 [rows, classes]; of each label, for multilabel targets."""
         outputs = self._outputs(X)
-        of_one = expit if self._multilabel else lambda output: softmax(output, axis=1)
+        temperature = getattr(self, "temperature_", 1.0)
+        of_one = expit if self._multilabel else lambda output: softmax(output / temperature, axis=1)
         return np.mean([of_one(output) for output in outputs], axis=0)
 
     def predict_log_proba(self, X: Any) -> np.ndarray:

@@ -14,7 +14,9 @@ from onelaunch.sklearn.parameter_checks import hidden_widths
 from onelaunch.sklearn.training import Network
 from onelaunch.train.hold_out import hold_out
 
-ARCHITECTURE = ("hidden_layer_sizes", "activation", "batch_norm", "layer_norm", "scale", "scale_target", "n_estimators")
+ARCHITECTURE = (
+    "hidden_layer_sizes", "activation", "batch_norm", "layer_norm", "scale", "scale_target", "n_estimators", "preset",
+)  # fmt: skip
 
 
 def architecture_of(estimator: Any) -> dict[str, Any]:

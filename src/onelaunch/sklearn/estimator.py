@@ -30,6 +30,7 @@ from onelaunch.sklearn.networks import make_network, network_widths
 from onelaunch.sklearn.parameter_checks import check_parameters
 from onelaunch.sklearn.parameter_names import named_by_parameters
 from onelaunch.sklearn.parameters import MLPParameters
+from onelaunch.sklearn.presets import left_out, preset_of, temperature_of
 from onelaunch.sklearn.record import record_fit, warn_of_max_iter
 from onelaunch.sklearn.rows import Rows, to_float32
 from onelaunch.sklearn.training import Network, Prepared, train_networks
@@ -128,7 +129,8 @@ class BaseMLP(MLPParameters):
         random = check_random_state(self.random_state)
         device = default_device() if self.device == "auto" else torch.device(self.device)
         widths = [] if continues else network_widths(self, prepared.x.shape[1], prepared.outputs, device)
-        seeds = [int(random.randint(2**31 - 1)) for _ in range(self.n_estimators)]
+        preset = preset_of(self)
+        seeds = [int(random.randint(2**31 - 1)) for _ in range(preset.networks)]
         with named_by_parameters():
             options = self._options(len(prepared.x), prepared.loss, epochs)
         dropout = 0.0 if self.solver == "lbfgs" else float(self.dropout)
@@ -147,6 +149,8 @@ class BaseMLP(MLPParameters):
             )
             for model, seed, rule in zip(models, seeds, self._rules, strict=True)
         ]  # fmt: skip
+        if preset.leaves_out:
+            networks = [one.without(rows) for one, rows in zip(networks, self._left_out(prepared), strict=True)]
         if continues and "validation" in options:
             networks = [with_held_out_rows(*pair) for pair in zip(networks, self._first_seeds or seeds, strict=True)]
         return networks
@@ -161,8 +165,9 @@ class BaseMLP(MLPParameters):
         if not (partial and continues):
             settings["learning_rate"] = self.learning_rate_init
         before = getattr(self, "_rules", []) if continues else []
-        if len(before) != self.n_estimators:
-            before = [Convergence(learning_rate=self.learning_rate_init) for _ in range(self.n_estimators)]
+        networks = preset_of(self).networks
+        if len(before) != networks:
+            before = [Convergence(learning_rate=self.learning_rate_init) for _ in range(networks)]
         return [dataclasses.replace(rule, **settings) for rule in before]
 
     def _finish(
@@ -173,7 +178,20 @@ class BaseMLP(MLPParameters):
         self.n_outputs_ = prepared.outputs
         self._architecture = architecture_of(self)
         self._calls += 1
+        if prepared.loss == "cross_entropy":
+            self.temperature_ = self._temperature(prepared) if preset_of(self).leaves_out else 1.0
         record_fit(self, histories, len(prepared.x), continues)
+
+    def _left_out(self, prepared: Prepared) -> list[np.ndarray]:
+        """The rows that each network has not seen."""
+        assert self._first_seeds is not None
+        return left_out(prepared, len(self._first_seeds), self._first_seeds[0])
+
+    def _temperature(self, prepared: Prepared) -> float:
+        pairs = [(model, rows) for model, rows in zip(self.models_, self._left_out(prepared), strict=True) if len(rows)]
+        weight = np.ones(len(prepared.x)) if prepared.weight is None else prepared.weight
+        logits = [float64_outputs(model, prepared.x[rows]) for model, rows in pairs]
+        return temperature_of(logits, [prepared.y[rows] for _, rows in pairs], [weight[rows] for _, rows in pairs])
 
     def _outputs(self, X: Any) -> list[np.ndarray]:
         """The float64 outputs of each network for the rows of X; in float64 they do not depend on the batch they are in."""

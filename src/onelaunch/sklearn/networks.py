@@ -10,6 +10,7 @@ from torch import nn
 from onelaunch.errors import OnelaunchError, abbreviate
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.sklearn.parameter_checks import hidden_widths
+from onelaunch.sklearn.presets import preset_of
 from onelaunch.train.memory import no_room_reason, parameters_of, training_copies
 from onelaunch.train.mlp import mlp
 
@@ -22,8 +23,9 @@ def network_widths(estimator: Any, inputs: int, outputs: int, device: torch.devi
     optimizer = estimator.solver or estimator.optimizer
     trains_here = device.type == "cpu" and optimizer in OPTIMIZERS
     copies = training_copies(optimizer) if trains_here else 1
-    if reason := no_room_reason(estimator.n_estimators * parameters_of(widths), copies):
-        several = "" if estimator.n_estimators == 1 else f" with n_estimators={estimator.n_estimators}"
+    networks = preset_of(estimator).networks
+    if reason := no_room_reason(networks * parameters_of(widths), copies):
+        several = "" if networks == 1 else f" with n_estimators={networks}"
         given = f"hidden_layer_sizes={abbreviate(estimator.hidden_layer_sizes)}{several}"
         remedy = f"pass smaller widths{' or fewer networks' if several else ''}"
         raise OnelaunchError(f"{given} does not fit into memory ({reason}): {remedy}")

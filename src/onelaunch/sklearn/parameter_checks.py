@@ -12,6 +12,7 @@ import torch
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer, require_option
 from onelaunch.run.table_defaults import DROPOUT
 from onelaunch.sklearn.convergence import RATE_RULES, STEERED
+from onelaunch.sklearn.presets import PRESETS
 
 SCALES = ("robust",)
 SOLVERS = ("adam", "sgd", "lbfgs")
@@ -34,6 +35,7 @@ def check_parameters(estimator: Any) -> None:
         require_option("scale", estimator.scale, SCALES, or_else="None")
     if require_integer("n_estimators", estimator.n_estimators, "a number of networks, 1 or more") < 1:
         raise OnelaunchError(f"n_estimators={estimator.n_estimators} must be 1 or more")
+    require_option("preset", estimator.preset, tuple(PRESETS))
     if estimator.solver is not None:
         require_option("solver", estimator.solver, SOLVERS, or_else="None")
     if estimator.learning_rate is not None:

@@ -12,6 +12,7 @@ from onelaunch.errors import OnelaunchError, require_integer
 from onelaunch.run import table_defaults as defaults
 from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.sklearn.lbfgs import LbfgsSettings
+from onelaunch.sklearn.presets import check_preset, preset_of
 
 MIN_ROWS_TO_STOP_EARLY = 10_000  # with early_stopping="auto"
 LBFGS_ITERATIONS = 200  # with max_iter="auto"; scikit-learn's default
@@ -55,6 +56,7 @@ class MLPParameters(BaseEstimator):
         scale: str | None = "robust",
         scale_target: bool = True,  # a classifier, which has no such parameter, does not use it
         n_estimators: int = 1,
+        preset: str = "default",
         precision: str = "auto",
         engine: str = "auto",
         device: str = "auto",
@@ -90,13 +92,14 @@ class MLPParameters(BaseEstimator):
         self.scale = scale
         self.scale_target = scale_target
         self.n_estimators = n_estimators
+        self.preset = preset
         self.precision = precision
         self.engine = engine
         self.device = device
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """An estimator that was saved by an earlier version has not all parameters."""
-        super().__setstate__({"power_t": POWER_T, "max_fun": MAX_FUN, **state})
+        super().__setstate__({"power_t": POWER_T, "max_fun": MAX_FUN, "preset": "default", **state})
 
     def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:
         """The arguments of `ol.fit` for this many rows."""
@@ -104,18 +107,23 @@ class MLPParameters(BaseEstimator):
         batch_size = min(require_integer("batch_size", batch_size, "'auto' or rows per step, 1 or more"), rows)
         if batch_size < 1:
             raise OnelaunchError(f"batch_size={batch_size} must be 1 or more, or 'auto'")
+        check_preset(self, partial=epochs is not None)
         if epochs is not None and self.early_stopping != "auto" and self.early_stopping:
             raise OnelaunchError("partial_fit does not support early_stopping=True: pass False, or 'auto'")
         stops_early = epochs is None and self._stops_early(rows)
         trained = rows - held_out_count(rows, self.validation_fraction) if stops_early else rows
         wanted: Any = self.max_iter if epochs is None else epochs
-        wanted = defaults.table_epochs(rows, batch_size) if wanted == "auto" else wanted
+        if wanted == "auto":
+            preset = preset_of(self)
+            wanted = defaults.table_epochs(rows, batch_size, preset.steps, preset.epochs)
+        # BatchNorm1d takes no batch of one row. Networks that leave rows out have fewer than this.
+        has_one_row_left = trained % batch_size == 1 or preset_of(self).leaves_out
         options: dict[str, Any] = {
             "epochs": require_integer("max_iter", wanted, "'auto' or a number of epochs, 1 or more"),
             "batch_size": batch_size, "lr": self.learning_rate_init, "weight_decay": self.alpha,
             "schedule": self._schedule(partial=epochs is not None), "loss": loss, "precision": self.precision,
             "engine": self.engine, **self._optimizer_options(),
-            "drop_last": bool(self.batch_norm) and trained > batch_size and trained % batch_size == 1,  # BatchNorm1d
+            "drop_last": bool(self.batch_norm) and trained > batch_size and has_one_row_left,
         }  # fmt: skip
         if stops_early:
             options["validation"] = float(self.validation_fraction)
@@ -151,4 +159,6 @@ class MLPParameters(BaseEstimator):
         return {"optimizer": name, "betas": betas, "eps": defaults.EPS if self.epsilon is None else self.epsilon}
 
     def _stops_early(self, rows: int) -> bool:
-        return rows > MIN_ROWS_TO_STOP_EARLY if self.early_stopping == "auto" else bool(self.early_stopping)
+        if self.early_stopping != "auto":
+            return bool(self.early_stopping)
+        return rows > MIN_ROWS_TO_STOP_EARLY and not preset_of(self).leaves_out

@@ -13,6 +13,7 @@ from torch import nn
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import DivergedError, UnsupportedError
+from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.run.spec import Spec
 from onelaunch.sklearn.convergence import Convergence, EpochRules
 from onelaunch.sklearn.stepwise import StepwiseEngine
@@ -49,6 +50,19 @@ class Network:
     options: dict[str, Any]  # of `fit`, and `validation`: the fraction of the rows to hold out, or those rows
     convergence: Convergence = field(default_factory=Convergence)
     shuffle: bool = True
+
+    def without(self, rows: np.ndarray) -> Network:
+        """The network with all rows but these to train on; in regression it keeps its best epoch on these."""
+        if not len(rows):
+            return self
+        options = dict(self.options)
+        if options["loss"] == "mse" and "validation" not in options:
+            options["validation"] = (self.x[rows], self.y[rows])
+            options["early_stopping"] = EarlyStopping(options["epochs"])
+        kept = np.ones(len(self.x), bool)
+        kept[rows] = False
+        weight = None if self.weight is None else self.weight[kept]
+        return dataclasses.replace(self, x=self.x[kept], y=self.y[kept], weight=weight, options=options)
 
     @property
     def trains_alone(self) -> bool:
