@@ -33,6 +33,7 @@ log = logging.getLogger("onelaunch")
 Patterns = tuple[str, ...]
 Function = Callable[..., Any]
 ALL: Patterns = tuple(BY_NAME)
+WITH_GRADIENTS: Patterns = tuple(name for name in ALL if name != "convolution")  # which is for evaluation alone
 UNCOMPILED, COMPILED, RECORDED = "uncompiled", "compiled", " as a CUDA graph"
 LEAD = 1.01  # by which a pattern must win: timings of one model differ by 0.3 to 2.4 % from run to run on an H200
 

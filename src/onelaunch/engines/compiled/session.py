@@ -16,7 +16,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.session import EVALUATION_ROWS, EagerSession
 from onelaunch.errors import first_line
-from onelaunch.fuse.decide import ALL, compiled
+from onelaunch.fuse.decide import WITH_GRADIENTS, compiled
 from onelaunch.step.capturable_optimizer import settings_on_device
 from onelaunch.step.optimizer_update import OptimizerUpdate, create_state, optimizer_update
 
@@ -42,8 +42,8 @@ class CompiledSession(EagerSession):
         self._rows = torch.zeros_like(self._batch_index)  # one tensor for all steps, before and in the capture
         train: Any = types.MethodType(EagerSession._loss_and_correct, self)
         evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
-        self._compiled_train: Rows | None = compiled(train, ALL, captured=True)
-        self._compiled_evaluate: Rows | None = compiled(evaluate, ALL, captured=True)
+        self._compiled_train: Rows | None = compiled(train, WITH_GRADIENTS, captured=True)
+        self._compiled_evaluate: Rows | None = compiled(evaluate, WITH_GRADIENTS, captured=True)
         self._captured_update: OptimizerUpdate | None = None  # its tables hold the addresses of the captured gradients
 
     def _make_dropout(self) -> RunDropout:
