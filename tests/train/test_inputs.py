@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy import sparse
 from torch import nn
 
@@ -247,3 +248,31 @@ def test_numbers_in_python_objects_are_numbers():
     frame.iloc[3, 2] = pandas.NA
     with pytest.raises(ol.OnelaunchError, match=r"x holds NaN or Inf \(first in row 3\)"):
         ol.fit(copy.deepcopy(MODEL), frame, Y, epochs=1, progress=False)
+
+
+def _without_target(output):
+    return output.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda output, y: F.cross_entropy(output, y).detach(), "loss failed at step 0, .* do not detach it"),
+        (_without_target, "loss failed at step 0, .* takes 1 positional argument but 2 were given"),
+        (lambda output, y: output[y + 100].mean(), "loss failed at step 0, .* out of bounds"),
+        (lambda output, y: F.cross_entropy(output, y.float()), "loss failed at step 0, "),
+    ],
+    ids=["detached", "one argument", "index", "type"],
+)
+def test_an_error_in_a_loss_is_said_to_be_the_losss(loss, message):
+    torch.manual_seed(0)
+    with pytest.raises(ol.OnelaunchError, match=message):
+        ol.fit(nn.Linear(8, 3), torch.randn(50, 8), torch.randint(3, (50,)), loss=loss, steps=2, progress=False)
+
+
+def test_a_model_of_which_nothing_trains_any_more_is_said_to_be_frozen():
+    model = nn.Sequential(nn.Linear(8, 3))
+    x, y = torch.randn(50, 8), torch.randint(3, (50,))
+    freeze = [lambda history: model.requires_grad_(False)]
+    with pytest.raises(ol.OnelaunchError, match="nor freeze the whole model"):
+        ol.fit(model, x, y, epochs=3, engine="eager", progress=False, callbacks=freeze)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -195,12 +196,26 @@ class EagerSession:
                 raise lost_rank_error(error) from error
             if isinstance(error, OnelaunchError):
                 raise
-            reason = str(error).strip().split("\n")[0]
-            raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
+            culprit, reason = self._failure(error)
+            raise OnelaunchError(
+                f"{culprit} failed at step {step}, on a batch of {len(rows)} rows: {reason}"
+            ) from error
         self._clock.copy_(torch.tensor([index + 1, step + 1]))
         self._warm_steps += 1
         if self._warm_steps >= WARM_UP_STEPS and captured is not None and not captured.is_ready:
             self._try_capture(rows)
+
+    def _failure(self, error: Exception) -> tuple[str, str]:
+        """What of the user's failed, the model or the loss, and why."""
+        reason = str(error).strip().split("\n")[0]
+        if "does not require grad" in reason:
+            return (
+                "loss",
+                "it depends on no parameter that requires gradients: do not detach it, nor freeze the whole model",
+            )
+        frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+        in_loss = self.run.loss_function is not None and EagerSession._loss.__code__ in frames
+        return ("loss" if in_loss else "model"), reason
 
     def _set_rate(self, rate: float) -> None:
         self.lr.fill_(rate)
