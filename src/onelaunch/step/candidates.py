@@ -32,7 +32,7 @@ from onelaunch.fuse.patterns import find_matches, pays
 log = logging.getLogger("onelaunch")
 WITH_PATTERNS, ALONE = "our patterns", "Inductor alone"
 Samples = list[tuple[Any, Any]]  # events before and after a step
-TURNS = 32  # timed steps of each form: the median of so many differs by less than 0.3 % from run to run on an H200
+TURNS = 32  # timed steps of each form, of which the median counts
 
 
 class Candidates:
