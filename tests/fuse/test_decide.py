@@ -142,7 +142,7 @@ def measure_as_on_cuda(monkeypatch: pytest.MonkeyPatch, program_seconds: Callabl
     """Let `decide` measure by `program_seconds`, with a new cache, whatever the device."""
     times = FakeTimes()
     monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
-    monkeypatch.setattr(decide, "_times_of", lambda device: times)
+    monkeypatch.setattr(decide, "times_of", lambda device: times)
     monkeypatch.setattr(decide, "pays", lambda match: True)
     monkeypatch.setattr(decide, "pays_without_graph", lambda match: True)
     monkeypatch.setattr(decide, "program_times", program_seconds)
