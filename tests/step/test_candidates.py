@@ -15,6 +15,7 @@ import onelaunch as ol
 from onelaunch.errors import OnelaunchError
 from onelaunch.step import candidates
 from onelaunch.step.candidates import ALONE, TURNS, WITH_PATTERNS, Candidates
+from tests.step.loops import plain_losses
 from tests.step.tape import taped_step
 
 pytestmark = pytest.mark.usefixtures("no_code", "tapes")
@@ -50,15 +51,8 @@ def tuned_step(model: nn.Module, tune: bool | None = True, accumulate: int = 1) 
 
 def plain_course(model: nn.Module, number: int, accumulate: int = 1) -> tuple[list[float], nn.Module]:
     model = copy.deepcopy(model)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for index, (x, y) in enumerate(batches(number), 1):
-        loss = F.cross_entropy(model(x), y)
-        (loss / accumulate).backward()
-        losses.append(loss.item())
-        if index % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses, model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return plain_losses(model, optimizer, list(batches(number)), every=accumulate), model
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -20,7 +20,7 @@ from onelaunch.step.recordings import MAX_PENDING, MAX_VARIANTS
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
 from tests.step.changes import CHANGES, network
-from tests.step.loops import batches
+from tests.step.loops import batches, plain_losses
 from tests.step.tape import taped_step
 
 pytestmark = pytest.mark.usefixtures("no_code")
@@ -260,11 +260,7 @@ def test_kinds_of_inputs_depend_on_what_each_reads(compile: bool) -> None:
             assert len(recordings) == 2
             loss.soft = 0.25
         losses.append(float(step(x, target)))
-        optimizer.zero_grad()
-        value = loss(plain(x), target)
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
+        expected += plain_losses(plain, optimizer, [(x, target)], loss=loss)
     assert_same_course(losses, expected, LOSS_TOLERANCE)
 
 
@@ -295,11 +291,7 @@ def test_changes_of_an_optimizer_count(change: Callable[[Any], None]) -> None:
             change(mine)
             change(theirs)
         losses.append(float(step(x, y)))
-        theirs.zero_grad()
-        loss = F.cross_entropy(plain(x), y)
-        loss.backward()
-        theirs.step()
-        expected.append(loss.item())
+        expected += plain_losses(plain, theirs, [(x, y)])
     assert step.reason == ""
     assert_same_course(losses, expected, LOSS_TOLERANCE)
 

@@ -123,9 +123,8 @@ class CapturableOptimizer:
         """
         if not self._has_its_objects():
             return False
-        if (
-            self._tensors and self._tensors[0].data_ptr() != self._addresses[0]
-        ):  # whoever moves its state moves all of it
+        # Of its state only one tensor is looked at: whoever moves one moves all of them.
+        if self._tensors and self._tensors[0].data_ptr() != self._addresses[0]:
             return False
         values = [tuple(group.values()) for group in self.optimizer.param_groups]
         if _are_equal(values, self._values):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from onelaunch.bench.cases.models import OURS, captured_step, optimizer_of
+from onelaunch.bench.cases.models import OURS, captured_step, optimizer_of, torch_step
 from onelaunch.bench.model_zoo import Workload
 from onelaunch.bench.step_peers import COMPILED_GRAPH
 from onelaunch.bench.zoo.draw import Drawn
@@ -44,6 +44,10 @@ class Autocast(nn.Module):
             return self.model(*args, **kwargs)
 
 
+def as_peers_see_it(drawn: Drawn, workload: Workload) -> Workload:
+    return workload._replace(model=Autocast(workload.model)) if drawn.small else workload
+
+
 def our_step(drawn: Drawn, workload: Workload, notes: dict[str, Any]) -> Step:
     step = train_step(
         workload.model, workload.loss, optimizer_of(workload, LR), autocast="bf16" if drawn.small else None, tune=True
@@ -61,8 +65,7 @@ def our_step(drawn: Drawn, workload: Workload, notes: dict[str, Any]) -> Step:
 
 
 def peers_step(drawn: Drawn, workload: Workload, notes: dict[str, Any]) -> Step:
-    if drawn.small:
-        workload = workload._replace(model=Autocast(workload.model))
+    workload = as_peers_see_it(drawn, workload)
     begin = time.perf_counter()
     step = captured_step(workload, optimizer_of(workload, LR), mode="default")
     notes["captured"] = {COMPILED_GRAPH: time.perf_counter() - begin}
@@ -123,17 +126,10 @@ def main(given: str) -> None:
     drawn, seed = Drawn(*asked["drawn"]), asked["seed"]
     notes: dict[str, Any] = {"first_step": {}, "peak_bytes": {}}
     try:
-        workload = build(drawn, seed)
-        model, arguments = workload.model, tree_map(lambda one: one, workload.arguments)
-        with torch.autocast("cuda", torch.bfloat16, enabled=drawn.small):
-            loss = (
-                model(**arguments[0]).loss
-                if workload.loss is None
-                else workload.loss(model(*arguments[:-1]), arguments[-1])
-            )
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        del loss
+        workload = as_peers_see_it(drawn, build(drawn, seed))
+        parameters = sum(one.numel() for one in workload.model.parameters())
+        torch_step(workload, optimizer_of(workload, LR))(*workload.arguments)
+        del workload
     except Exception as error:  # whatever a model does that cannot be trained so
         say(skipped=type_and_message(error)[:200])
         return
@@ -150,12 +146,10 @@ def main(given: str) -> None:
     say(ready=True)
     sys.stdin.readline()
     notes["operations"] = {name: operations(*step) for name, step in steps.items()}
-    say(seconds=measure(steps), parameters=sum(one.numel() for one in model.parameters()), **notes)
+    say(seconds=measure(steps), parameters=parameters, **notes)
 
 
 if __name__ == "__main__":
     main(sys.argv[1])
     sys.stdout.flush()
-    import os
-
     os._exit(0)  # the processes of Inductor would keep it for seconds
