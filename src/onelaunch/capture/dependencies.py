@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onelaunch.capture.dynamo import compile_by, plain_break, without_dynamo_warnings, without_log_breaks
+from onelaunch.capture.named_inputs import NamedInputs, in_plain_words, keeping_names, name_of, name_of_source
 
 Contexts = Sequence[Callable[[], contextlib.AbstractContextManager[Any]]]
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -33,7 +34,7 @@ TRACED_TOO: dict[str, Any] = {
     "reorderable_logging_functions": {warnings.warn, print},
 }  # fmt: skip
 RESET = "what torch.compile knows of the step"  # by `torch.compiler.reset`, or as an object that it knew is gone
-# Of Dynamo's guards, the name of what they check; then such names as a person would write them.
+# Of Dynamo's guards, the name of what they check.
 NAME = r"[GL]\['[^']+'\](?:\.\w+|\[[^\]]+\])*"
 ATTRIBUTES = (
     (rf"dict\(type\(({NAME})\)\.__dict__\)\['(\w+)'\]", r"\1.\2"),
@@ -42,64 +43,6 @@ ATTRIBUTES = (
 # What an expression reads last, an attribute or an item, and of what.
 LAST_LOOKUP = r"(.+?)(\.\w+|\['[^']*'\]|\[\d+\])"
 CLOSURE = rf"({NAME})\.__closure__\[(\d+)\]\.cell_contents"
-PLAIN_NAMES = (
-    (r"G\['___\w+'\]\['(\w+)'\]", r"\1"), (r"G\['__import_(\w+)'\]", r"\1"), (r"_dot_", "."),
-    (r"[GL]\['(\w+)'\]", r"\1"), (r"\._modules\['(\d+)'\]", r"[\1]"),
-    (r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1"), (r"\.__\w+__", ""),
-)  # fmt: skip
-
-
-class NamedInputs:
-    """A compiled graph that knows where its inputs come from: expressions of `L` (local variables) and `G` (global ones)."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        self.is_whole = reason is None or not reason.graph_break
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        self.names = [_name(node) for node in placeholders]
-        self.returned = {_name(node) for node in placeholders if not _is_computed_with(node)}
-        self.function: Callable[..., Any]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-def keeping_names(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile` whose graphs are `NamedInputs`."""
-
-    def compile(gm: fx.GraphModule, example_inputs: list[Any]) -> NamedInputs:
-        made = NamedInputs(gm)  # the backend may rewrite it
-        made.function = backend(gm, example_inputs)
-        return made
-
-    return compile
-
-
-def _name(placeholder: fx.Node) -> str:
-    return _name_of(placeholder.meta["grapharg"].source)
-
-
-def _name_of(source: Any) -> str:
-    """Dynamo's name for where a value comes from."""
-    return source.name if isinstance(source.name, str) else source.name()
-
-
-def plain_name(placeholder: fx.Node) -> str:
-    """An input of a captured graph as a person would write it: `model[3].weight`."""
-    return _plain(_name(placeholder)) if "grapharg" in placeholder.meta else placeholder.name
-
-
-def _plain(name: str) -> str:
-    for expression, words in PLAIN_NAMES:
-        name = re.sub(expression, words, name)
-    return name
-
-
-def _is_computed_with(node: fx.Node) -> bool:
-    """Whether a tensor depends on it: not if it is a number that a layer counts up, and returned to be set again."""
-    if isinstance(node.meta.get("example_value"), torch.Tensor):
-        return True
-    return any(user.op != "output" and _is_computed_with(user) for user in node.users)
 
 
 class Dependencies:
@@ -238,7 +181,7 @@ class Dependencies:
                 break
             text = f"G['{function.__code__.co_freevars[int(closure[2])]}']{text[closure.end() :]}"
         found = re.search(NAME, text)
-        return _plain(found.group()) if found else "a setting of PyTorch"
+        return in_plain_words(found.group()) if found else "a setting of PyTorch"
 
 
 class _Kinds:
@@ -350,14 +293,14 @@ class Trace:
         compared: set[str] = set()
 
         def stop(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-            names = map(_name, gm.graph.find_nodes(op="placeholder"))
+            names = map(name_of, gm.graph.find_nodes(op="placeholder"))
             compared.update(name for name in names if not _is_argument(name))
             return _stop
 
         def are_needed(guards: Sequence[Any]) -> list[bool]:
             """Not those of the tensors that are compared here: it halves the time."""
             return [
-                one.guard_type != "TENSOR_MATCH" or _name_of(one.orig_guard.originating_source) not in compared
+                one.guard_type != "TENSOR_MATCH" or name_of_source(one.orig_guard.originating_source) not in compared
                 for one in guards
             ]
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch._functorch.config
 from torch import fx
 
-from onelaunch.capture.dependencies import plain_name
+from onelaunch.capture.named_inputs import plain_name
 from onelaunch.capture.recorded_call import RecordedCall, is_fixed
 from onelaunch.fuse.counters import take_counters
 from onelaunch.fuse.graph import is_checkpointed_block, tensor_of

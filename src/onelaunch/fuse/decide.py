@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from onelaunch.capture.dependencies import keeping_names
 from onelaunch.capture.dynamo import compile_by
+from onelaunch.capture.named_inputs import keeping_names
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
 from onelaunch.fuse.captured import Captured, capture_graphs
@@ -49,16 +49,15 @@ UNMEASURED = Choice()
 
 
 def compiled(
-    function: Function, patterns: Patterns | None, recorded: bool = False, *, captured: bool = False,
-    mode: str | None = None,
-) -> Function:  # fmt: skip
-    """`function` compiled with these patterns, in this mode of torch.compile; `function` itself for patterns None.
+    function: Function, patterns: Patterns | None, recorded: bool = False, *, captured: bool = False
+) -> Function:
+    """`function` compiled with these patterns; `function` itself for patterns None.
 
     captured: the caller records its calls in a CUDA graph.
     """
     if patterns is None:
         return function
-    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, captured=captured, mode=mode)
+    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, captured=captured)
     return compile_by(keeping_names(backend) if captured else backend, function)
 
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from onelaunch.capture.dependencies import keeping_names
 from onelaunch.capture.dynamo import compile_by
+from onelaunch.capture.named_inputs import keeping_names
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
 from onelaunch.fuse.decide import ALL, graphs_key, times_of
@@ -107,10 +107,7 @@ class Candidates:
 
     @contextlib.contextmanager
     def timed(self, kind: Any) -> Iterator[None]:
-        """Inside, one recorded step is replayed. After enough of them, the faster form is kept."""
-        if not self.takes_turns:
-            yield
-            return
+        """Inside, while forms take turns, one recorded step is replayed. After enough of them, the faster form is kept."""
         begin, end = self._clock(), self._clock()
         begin.record()
         yield
